@@ -1,0 +1,32 @@
+# make test       the environment, lint, types and the whole test suite
+# make test-fast  the part to run every few minutes
+# An existing environment: make test PYTHON=/path/to/python
+
+VENV := .venv
+ifdef PYTHON
+READY :=
+else
+PYTHON := $(VENV)/bin/python
+READY := $(VENV)/.ready
+endif
+CREATE_WITH ?= python3
+
+.PHONY: install test test-fast lint
+
+install: $(READY)
+
+$(VENV)/.ready: requirements/*.txt requirements/install.sh setup.py
+	@test -x $(VENV)/bin/python || $(CREATE_WITH) -m venv $(VENV)
+	@requirements/install.sh $(VENV)/bin/python
+	@touch $@
+
+lint: $(READY)
+	$(PYTHON) -m ruff check .
+	$(PYTHON) -m ruff format --check .
+	$(PYTHON) -m mypy mmdtn
+
+test: lint
+	$(PYTHON) -m pytest -n 2 tests
+
+test-fast: $(READY)
+	$(PYTHON) -m pytest -n 2 -m 'not slow' tests

@@ -1,0 +1,3 @@
+from .dtn import DTN, DTN2d
+
+__all__ = ['DTN', 'DTN2d']

@@ -1,0 +1,107 @@
+"""Where DTN meets autograd, autocast and the compiler."""
+
+import functools
+import types
+import warnings
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from . import function
+from .function import Saved, Settings
+from .moments import merge, split
+
+
+def dtn(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    mean_lambda: Tensor,
+    var_lambda: Tensor,
+    position: Tensor,
+    settings: Settings,
+    compiled: bool = False,
+) -> Tensor:
+    """``function.forward`` with its backward pass. Output in the dtype that LayerNorm would give."""
+    dtype = x.dtype
+    if dtype in (torch.half, torch.bfloat16) and x.device.type == 'cuda' and torch.is_autocast_enabled('cuda'):
+        dtype = torch.float32  # autocast runs LayerNorm in float32 on GPUs, but in the input's dtype on CPUs
+    if torch.jit.is_tracing():  # a traced graph cannot hold a Function; what it is for, inference, does not need it
+        cells, present = split(x.contiguous(), settings.pool_size)
+        y, _ = function.forward(cells, present, weight, bias, mean_lambda, var_lambda, position, settings, dtype)
+        return merge(y, x.shape[1], x.shape[2])
+    return _DTN.apply(x, weight, bias, mean_lambda, var_lambda, position, settings, dtype, compiled)
+
+
+class _DTN(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, bias, mean_lambda, var_lambda, position, settings, dtype, compiled):
+        run = _region(function.forward, settings, x.shape[-1]) if compiled else function.forward
+        _, height, width, _ = x.shape
+        with _no_autocast(x.device.type):
+            # Cells are made outside the compiled region, which then has plain sizes to reason about.
+            cells, present = split(x.contiguous(), settings.pool_size)
+            y, saved = run(cells, present, weight, bias, mean_lambda, var_lambda, position, settings, dtype)
+        ctx.save_for_backward(x, weight, mean_lambda, var_lambda, position, *saved)
+        ctx.settings, ctx.compiled = settings, compiled
+        return merge(y, height, width)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        x, weight, mean_lambda, var_lambda, position, *saved = ctx.saved_tensors
+        run = _region(function.backward, ctx.settings, x.shape[-1]) if ctx.compiled else function.backward
+        _, height, width, _ = x.shape
+        with _no_autocast(x.device.type):
+            cells, present = split(x.contiguous(), ctx.settings.pool_size)
+            grad, _ = split(grad.contiguous(), ctx.settings.pool_size)
+            tensors = (grad, cells, present, weight, mean_lambda, var_lambda, position)
+            grad_cells, *grads = run(*tensors, Saved(*saved), ctx.settings)
+        return (merge(grad_cells, height, width), *grads, None, None, None)
+
+
+def _no_autocast(device: str) -> AbstractContextManager:
+    """Statistics cancel in half precision, so autocast may not touch them."""
+    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+        return torch.autocast(device, enabled=False)
+    return nullcontext()
+
+
+# Beyond this many cells a side the matrix products of eager code win over the sums of a compiled region.
+COMPILED_SIDE = 128
+
+
+class _Region:
+    """A function compiled on its own within an eager model, or run as it is where nothing can compile it."""
+
+    works = True  # of all regions: what one cannot have for want of a compiler, no other will
+
+    def __init__(self, run: Callable, name: str) -> None:
+        self.eager = run
+        # Dynamo keeps its variants, and what it learned of changing shapes, for each code object. With one of its own,
+        # a layer's grid is static until it really changes, and its channels stay static whatever other layers have.
+        code = run.__code__.replace(co_name=f'{run.__name__}_{name}')
+        own = types.FunctionType(code, run.__globals__, argdefs=run.__defaults__)
+        self.compiled = torch.compile(own)
+
+    def __call__(self, *args: Any) -> Any:
+        _, h, _, w, _, _ = args[0].shape
+        inside_a_compiled_model = torch.compiler.is_compiling()
+        if inside_a_compiled_model or not _Region.works or max(h, w) > COMPILED_SIDE:
+            return self.eager(*args)
+        try:
+            return self.compiled(*args)
+        except Exception as error:  # the compiler's own errors have no common class
+            result = self.eager(*args)
+            _Region.works = False
+            warnings.warn(f'DTN runs uncompiled: torch.compile failed here with: {error}', stacklevel=2)
+            return result
+
+
+@functools.cache
+def _region(run: Callable, settings: Settings, channels: int) -> Callable:
+    return _Region(run, f'{channels}_{abs(hash(settings))}')

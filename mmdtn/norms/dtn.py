@@ -1,0 +1,237 @@
+"""Dynamic Token Normalization (Shao et al., ICLR 2022) as a layer."""
+
+import inspect
+import itertools
+import math
+from typing import Any
+
+import torch
+from mmengine.registry import MODELS
+from timm.layers import trunc_normal_
+from torch import Tensor, nn
+
+from .autograd import dtn
+from .function import Settings, statistics_dtype
+
+POSITIONS = ('learned', 'uniform', 'identity')
+POSITION_INITS = ('local', 'trunc_normal')
+
+
+@MODELS.register_module()
+class DTN(nn.Module):
+    r"""Normalises each token by a mix of its own statistics and those of its neighbourhood.
+
+    For head k with its slice x^k of the channels (Section 3 of the paper)::
+
+        y     = weight * (x^k - mu^k) / sqrt(var^k + eps) + bias
+        mu^k  = lambda_mean^k * mean(x) + (1 - lambda_mean^k) * P^k x^k
+        var^k = lambda_var^k * var(x) + (1 - lambda_var^k) * (P^k (x^k)^2 - (P^k x^k)^2)
+        P^k   = softmax_j(a_1 (dx^2 + dy^2) + a_2 dx + a_3 dy)
+
+    ``mean(x)`` and ``var(x)`` are LayerNorm's. ``(dx, dy)`` leads from a token to its neighbour, in tokens or, with
+    pooling, in cells. The grid may have any size, and another one in each call.
+
+    Args:
+        num_features: Channels, C.
+        num_heads: Heads, K, each with lambdas and a neighbourhood of its own.
+        pool_size: Side of the cells of tokens that share the statistics of one neighbourhood.
+        eps: Added to the variance (and to the mean square of ``prenorm``).
+        affine: Learn ``weight`` and ``bias``.
+        prenorm: Divide each head's slice of each token by its root mean square first, as the published models do.
+        mix_mean: False takes LayerNorm's mean and mixes only the variance.
+        mean_lambda: A number fixes lambda_mean; None learns it from 1/2.
+        var_lambda: The same for lambda_var.
+        position: ``'learned'`` coefficients of P, a ``'uniform'`` P, or the ``'identity'``.
+        position_init: Start of the learned coefficients: ``'local'`` (Eq. 7) or ``'trunc_normal'``.
+        unbiased: Divide LayerNorm's variance by C - 1, as the published code does.
+        pool_second_moment: False ignores the variance inside a cell, as the published code does.
+        compiled: Run the layer as a region compiled by ``torch.compile``, within a model that stays eager.
+
+    Shapes:
+        ``B x H x W x C``, or ``B x T x C`` with ``hw_shape=(H, W)``; the output has the shape of the input.
+
+    Example:
+        >>> layer = DTN(64, num_heads=4, pool_size=2)
+        >>> layer(torch.randn(2, 25, 42, 64)).shape
+        torch.Size([2, 25, 42, 64])
+        >>> layer(torch.randn(2, 1050, 64), hw_shape=(25, 42)).shape
+        torch.Size([2, 1050, 64])
+    """
+
+    def __init__(
+        self,
+        num_features: int,
+        num_heads: int = 1,
+        pool_size: int = 1,
+        eps: float = 1e-5,
+        affine: bool = True,
+        prenorm: bool = True,
+        mix_mean: bool = True,
+        mean_lambda: float | None = None,
+        var_lambda: float | None = None,
+        position: str = 'learned',
+        position_init: str = 'local',
+        unbiased: bool = False,
+        pool_second_moment: bool = True,
+        compiled: bool = False,
+    ) -> None:
+        given = {name: value for name, value in locals().items() if name in _defaults(type(self))}
+        _check_arguments(num_features, **given)
+        super().__init__()
+        self._unusual = {name: value for name, value in given.items() if value != _defaults(type(self))[name]}
+        self.num_features = num_features
+        self.num_heads = num_heads
+        self.pool_size = pool_size
+        self.position_init = position_init
+        self.mean_lambda = mean_lambda if mix_mean else 1.0
+        self.var_lambda = var_lambda
+        self.compiled = compiled
+        identity = position == 'identity'
+        self.settings = Settings(num_heads, pool_size, eps, prenorm, unbiased, pool_second_moment, identity)
+
+        def parameter(wanted: bool, *shape: int) -> nn.Parameter | None:
+            return nn.Parameter(torch.empty(shape)) if wanted else None
+
+        self.weight = parameter(affine, num_features)
+        self.bias = parameter(affine, num_features)
+        self.mean_mix = parameter(self.mean_lambda is None, num_heads)
+        self.var_mix = parameter(self.var_lambda is None, num_heads)
+        self.position = parameter(position == 'learned', num_heads, 3)
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """LayerNorm's start for the affine part, lambda = 1/2, and the chosen start of P."""
+        if self.weight is not None and self.bias is not None:
+            nn.init.ones_(self.weight)
+            nn.init.zeros_(self.bias)
+        for mix in (self.mean_mix, self.var_mix):
+            if mix is not None:
+                nn.init.zeros_(mix)
+        if self.position is not None:
+            trunc_normal_(self.position, std=0.02)
+            if self.position_init == 'local':
+                start = torch.tensor(local_start(self.num_heads))
+                self.position[: len(start)] = start.to(self.position)
+
+    def forward(self, x: Tensor, hw_shape: tuple[int, int] | None = None) -> Tensor:
+        _check_input(x, hw_shape, self.num_features)
+        tokens = x if x.dim() == 4 else x.unflatten(1, hw_shape)
+        like = x.new_empty(0, dtype=statistics_dtype(x))
+        C, K = self.num_features, self.num_heads
+        y = dtn(
+            tokens,
+            like.new_ones(C) if self.weight is None else self.weight.to(like),
+            like.new_zeros(C) if self.bias is None else self.bias.to(like),
+            _lambda(self.mean_mix, self.mean_lambda, like, K),
+            _lambda(self.var_mix, self.var_lambda, like, K),
+            like.new_zeros(K, 3) if self.position is None else self.position.to(like),
+            self.settings,
+            self.compiled,
+        )
+        return y.reshape(x.shape)
+
+    def extra_repr(self) -> str:
+        return ', '.join([str(self.num_features), *(f'{name}={value!r}' for name, value in self._unusual.items())])
+
+
+@MODELS.register_module()
+class DTN2d(DTN):
+    """:class:`DTN` on maps ``B x C x H x W``.
+
+    Example:
+        >>> DTN2d(64, num_heads=4)(torch.randn(2, 64, 25, 42)).shape
+        torch.Size([2, 64, 25, 42])
+    """
+
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]  # a map has its grid in its shape
+        if x.dim() != 4:
+            raise ValueError(f'DTN2d takes B x C x H x W, but got {_shape(x)}. For tokens with channels last, use DTN.')
+        if x.shape[1] != self.num_features:
+            raise ValueError(f'DTN2d({self.num_features}) takes B x {self.num_features} x H x W, but got {_shape(x)}.')
+        return super().forward(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+
+
+def _lambda(mix: Tensor | None, fixed: float | None, like: Tensor, num_heads: int) -> Tensor:
+    if mix is not None:
+        return mix.to(like).sigmoid()
+    assert fixed is not None  # there is a mix where there is no fixed value
+    return like.new_full((num_heads,), fixed)
+
+
+def local_start(num_heads: int) -> list[list[float]]:
+    """Eq. 7 of the paper: as many heads as make a square each look at one place of a neighbourhood around the token."""
+    side = math.isqrt(num_heads)
+    offsets = [i - (side - 1) / 2 for i in range(side)]
+    return [[-1.0, 2 * dx, 2 * dy] for dx, dy in itertools.product(offsets, offsets)]
+
+
+def _defaults(layer: type[DTN]) -> dict[str, Any]:
+    parameters = inspect.signature(layer).parameters.values()
+    return {p.name: p.default for p in parameters if p.default is not p.empty}
+
+
+def _check_arguments(
+    num_features: int,
+    num_heads: int,
+    pool_size: int,
+    mix_mean: bool,
+    mean_lambda: float | None,
+    var_lambda: float | None,
+    position: str,
+    position_init: str,
+    unbiased: bool,
+    **_: Any,
+) -> None:
+    for name, number in dict(num_features=num_features, num_heads=num_heads, pool_size=pool_size).items():
+        if not isinstance(number, int) or isinstance(number, bool) or number < 1:
+            raise ValueError(f'{name}={number!r}: DTN needs a whole number from 1 on.')
+    if num_features % num_heads:
+        fitting = [n for n in range(1, min(num_features, 32) + 1) if num_features % n == 0]
+        raise ValueError(
+            f'num_heads={num_heads} does not divide num_features={num_features}; these do, up to 32: {fitting}.'
+        )
+    if unbiased and num_features == 1:
+        raise ValueError('unbiased=True divides by num_features - 1, which is 0 for num_features=1.')
+    for name, fixed in dict(mean_lambda=mean_lambda, var_lambda=var_lambda).items():
+        if fixed is not None and not 0 <= fixed <= 1:
+            raise ValueError(f'{name}={fixed!r}: a fixed lambda is a number from 0 to 1; None learns it.')
+    if not mix_mean and mean_lambda is not None:
+        raise ValueError(
+            f"mix_mean=False takes LayerNorm's mean (lambda 1), which mean_lambda={mean_lambda} contradicts."
+        )
+    for name, value, choices in (('position', position, POSITIONS), ('position_init', position_init, POSITION_INITS)):
+        if value not in choices:
+            raise ValueError(f'{name}={value!r}: choose one of {choices}.')
+
+
+def _check_input(x: Tensor, hw_shape: tuple[int, int] | None, channels: int) -> None:
+    if not x.is_floating_point():
+        raise ValueError(
+            f'DTN normalises floating-point tokens, but got {x.dtype}. Convert them first, as in x.float().'
+        )
+    if x.dim() not in (3, 4):
+        raise ValueError(f'DTN takes B x H x W x {channels}, or B x T x {channels} with hw_shape, but got {_shape(x)}.')
+    if x.shape[-1] != channels:
+        hint = f' For B x {channels} x H x W, use DTN2d.' if x.dim() == 4 and x.shape[1] == channels else ''
+        raise ValueError(f'This DTN normalises {channels} channels in the last dimension, but got {_shape(x)}.{hint}')
+    if x.dim() == 4:
+        if hw_shape is not None and tuple(hw_shape) != tuple(x.shape[1:3]):
+            raise ValueError(f'hw_shape={tuple(hw_shape)} contradicts the grid of {_shape(x)}; leave it out.')
+        return
+    if hw_shape is None:
+        raise ValueError(f'Flat tokens {_shape(x)} need their grid: layer(x, hw_shape=(height, width)).')
+    height, width = hw_shape
+    if height * width != x.shape[1]:
+        hint = ''
+        if x.shape[1] == height * width + 1:
+            hint = (
+                ' One token more, a class token perhaps, has no place on the grid: append it after the last DTN layer.'
+            )
+        raise ValueError(
+            f'hw_shape={tuple(hw_shape)} has {height * width} tokens, but got {x.shape[1]} in {_shape(x)}.{hint}'
+        )
+
+
+def _shape(x: Tensor) -> str:
+    return ' x '.join(map(str, x.shape))
