@@ -58,15 +58,16 @@ def forward(
     scale = None
     if s.prenorm:
         scale = torch.linalg.vector_norm(z, dim=-1, keepdim=True).square_().div_(z.shape[-1]).add_(s.eps).rsqrt_()
-        z = z * scale
+    z = _prenormalise(z, scale)
     mean = z.flatten(-2).mean(-1)[..., None, None]
-    var = (z - mean).square_().flatten(-2).sum(-1)[..., None, None].div_(x.shape[-1] - int(s.unbiased))
-    cell_mean, cell_var = _pool(z, present, s) if s.pool_size > 1 else (None, None)
+    spare = z - mean
+    var = spare.square_().flatten(-2).sum(-1)[..., None, None].div_(x.shape[-1] - int(s.unbiased))
+    cell_mean, cell_var = _pool(z, present, s, spare) if s.pool_size > 1 else (None, None)
     rows, columns = _kernels(position, z, s)
     shift, _, mixed, _ = _neighbourhood(z, cell_mean, cell_var, rows, columns)
     M, V = _as_cells(mixed)
-    n, _ = _normalise(z, mean, var, M.add_(shift), V, mean_lambda[:, None], var_lambda[:, None], s)
-    y = n.mul_(weight.view(z.shape[-2:])).add_(bias.view(z.shape[-2:]))
+    _normalise(z, mean, var, M.add_(shift), V, mean_lambda[:, None], var_lambda[:, None], s, inv_std=spare)
+    y = z.mul_(weight.view(z.shape[-2:])).add_(bias.view(z.shape[-2:]))
     return y.view(x.shape).to(dtype), Saved(scale, mean, var, cell_mean, cell_var)
 
 
@@ -84,28 +85,27 @@ def backward(
     """From the gradient of the output those of x, weight, bias, the two lambdas and the position."""
     scale, mean, var, cell_mean, cell_var = saved
     g = _by_head(grad, s)
-    z = _by_head(x, s)
-    if scale is not None:
-        z = z * scale
-    K, c = z.shape[-2:]
+    n = _prenormalise(_by_head(x, s), scale)
+    K, c = n.shape[-2:]
     C = K * c
     l, k = mean_lambda[:, None], var_lambda[:, None]
-    rows, columns = _kernels(position, z, s)
-    shift, pair, mixed, mixed_rows = _neighbourhood(z, cell_mean, cell_var, rows, columns)
+    rows, columns = _kernels(position, n, s)
+    shift, pair, mixed, mixed_rows = _neighbourhood(n, cell_mean, cell_var, rows, columns)
     M, V = _as_cells(mixed)
     local = M + shift
-    n, inv_std = _normalise(z, mean, var, local, V, l, k, s)
+    inv_std = torch.empty_like(n)
+    _normalise(n, mean, var, local, V, l, k, s, inv_std)
 
-    grad_weight = _sum_tokens(g * n)
-    grad_bias = _sum_tokens(g)
     # y = weight * n + bias with n = (z - mu) * inv_std: d is the gradient of z - mu, e that of the mixed variance.
-    d = (g * inv_std).mul_(weight.view(K, c))
+    d = g * n
+    grad_weight = _sum_tokens(d)
+    grad_bias = _sum_tokens(g)
+    d.copy_(g).mul_(inv_std).mul_(weight.view(K, c))
     e = n.mul_(d).mul_(inv_std).mul_(-0.5)
-    del n, inv_std
     d_cells, e_cells = (cell_sum(t.flatten(-2)).unflatten(-1, (K, c)) for t in (d, e))
     flat_d, flat_e = d.view(-1, C), e.view(-1, C)
     grad_mean_lambda = (_sum_tokens(local.mul_(d_cells)) - flat_d.mT @ mean.view(-1)).view(K, c).sum(-1)
-    grad_var_lambda = (flat_e.mT @ var.view(-1) - _sum_tokens(e_cells * V)).view(K, c).sum(-1)
+    grad_var_lambda = (flat_e.mT @ var.view(-1) - _sum_tokens(local.copy_(V).mul_(e_cells))).view(K, c).sum(-1)
 
     # Through M = P p and V = relu(P q - M^2) to the pair (p, q): the relu passes where V is positive.
     grad_M, grad_V = mixed
@@ -118,6 +118,7 @@ def backward(
     # From all statistics to the tokens.
     grad_mean = -(flat_d @ l.expand(K, c).reshape(-1)).view(mean.shape)
     grad_var = (flat_e @ k.expand(K, c).reshape(-1)).view(mean.shape).mul_(2 / (C - int(s.unbiased)))
+    z = _prenormalise(_by_head(x, s), scale, into=e)
     gz = d.add_(grad_mean / C - grad_var * mean).addcmul_(z, grad_var)
     if cell_mean is None:
         gz.add_(grad_first)
@@ -130,7 +131,8 @@ def backward(
             gz.addcmul_(z, grad_second)
         gz.add_(grad_first)
     if scale is not None:
-        gz.addcmul_(z, (gz * z).sum(-1, keepdim=True).div_(c), value=-1).mul_(scale)
+        projection = inv_std.copy_(gz).mul_(z).sum(-1, keepdim=True).div_(c)
+        gz.addcmul_(z, projection, value=-1).mul_(scale)
 
     square_x, shift_x = axis_kernel_backward(rows, grad_rows)
     square_y, shift_y = axis_kernel_backward(columns, grad_columns)
@@ -146,18 +148,26 @@ def _by_head(x: Tensor, s: Settings) -> Tensor:
     return x.to(statistics_dtype(x)).unflatten(-1, (s.num_heads, x.shape[-1] // s.num_heads))
 
 
+def _prenormalise(z: Tensor, scale: Tensor | None, into: Tensor | None = None) -> Tensor:
+    """A copy of ``z``, divided by the RMS of each slice where ``scale`` is given."""
+    if into is not None:
+        z = into.copy_(z)
+        return z if scale is None else z.mul_(scale)
+    return z.clone() if scale is None else z * scale
+
+
 def _cell_size(present: Tensor | None, s: Settings) -> Tensor | float:
     """How many tokens there are in each cell."""
     return float(s.pool_size**2) if present is None else cell_sum(present)[..., None]
 
 
-def _pool(z: Tensor, present: Tensor | None, s: Settings) -> tuple[Tensor, Tensor | None]:
+def _pool(z: Tensor, present: Tensor | None, s: Settings, spare: Tensor) -> tuple[Tensor, Tensor | None]:
     """Mean of each cell and, where asked, the variance inside it: together its second moment, without cancellation."""
     size = _cell_size(present, s)
     cell_mean = cell_sum(z.flatten(-2)).view(*z.shape[:2], 1, z.shape[3], 1, *z.shape[5:]) / size
     if not s.pool_second_moment:
         return cell_mean, None
-    squares = (z - cell_mean).square_()
+    squares = spare.copy_(z).sub_(cell_mean).square_()
     if present is not None:
         squares.mul_(present[..., None])
     return cell_mean, cell_sum(squares.flatten(-2)).view(cell_mean.shape) / size
@@ -179,24 +189,21 @@ def _neighbourhood(
     A variance does not change when all tokens shift by one value, here their mean over the image: E[x^2] - E[x]^2 then
     cancels only as far as a neighbourhood differs from the image, not as far as the image differs from zero.
     """
-    first = z if cell_mean is None else cell_mean
-    shift = first.mean((1, 3), keepdim=True)
-    first = (first - shift).squeeze(4).squeeze(2)
-    second = first * first
-    if cell_var is not None:
-        second += cell_var.squeeze(4).squeeze(2)
-    pair = make_pair(first, second)
+    values = z if cell_mean is None else cell_mean
+    shift = values.mean((1, 3), keepdim=True)
+    variance = None if cell_var is None else cell_var.squeeze(4).squeeze(2)
+    pair = make_pair(values.squeeze(4).squeeze(2), shift.squeeze(4).squeeze(2), variance)
     mixed, mixed_rows = mix(rows, columns, pair)
     mixed[1].addcmul_(mixed[0], mixed[0], value=-1).clamp_(min=0)
     return shift, pair, mixed, mixed_rows
 
 
 def _normalise(
-    z: Tensor, mean: Tensor, var: Tensor, M: Tensor, V: Tensor, l: Tensor, k: Tensor, s: Settings
-) -> tuple[Tensor, Tensor]:
-    """``(z - mu) / std`` and ``1 / std`` from the mixed statistics."""
-    inv_std = torch.addcmul(k * var + s.eps, V, 1 - k).rsqrt_()
-    return torch.addcmul(z, M, 1 - l, value=-1).sub_(l * mean).mul_(inv_std), inv_std
+    z: Tensor, mean: Tensor, var: Tensor, M: Tensor, V: Tensor, l: Tensor, k: Tensor, s: Settings, inv_std: Tensor
+) -> None:
+    """Mixes the statistics and turns ``z`` into ``(z - mu) / std``; fills ``inv_std`` with ``1 / std``."""
+    inv_std.copy_(V).mul_(1 - k).add_(k * var + s.eps).rsqrt_()
+    z.addcmul_(M, 1 - l, value=-1).sub_(l * mean).mul_(inv_std)
 
 
 def _as_cells(pair: Pair) -> tuple[Tensor, Tensor]:

@@ -13,7 +13,8 @@ from torch import Tensor
 def axis_kernel(position: Tensor, size: int, axis: int) -> Tensor:
     """``K x size x size``: softmax_j(a_1 d^2 + a_axis d) for d = j - i, where ``axis`` is 1 (horizontal) or 2."""
     shift = _shifts(size, position.device)
-    return (position[:, 0, None, None] * (shift * shift) + position[:, axis, None, None] * shift).softmax(-1)
+    score = position[:, 0, None, None] * (shift * shift) + position[:, axis, None, None] * shift
+    return _computed_once(F.threshold(score.softmax(-1), 1e-30, 0.0))  # denormal factors cost CPUs a hundred times more
 
 
 def axis_kernel_backward(kernel: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
@@ -21,6 +22,11 @@ def axis_kernel_backward(kernel: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
     shift = _shifts(kernel.shape[-1], kernel.device)
     grad_score = kernel * (grad - (grad * kernel).sum(-1, keepdim=True))
     return (grad_score * (shift * shift)).sum((1, 2)), (grad_score * shift).sum((1, 2))
+
+
+def _computed_once(t: Tensor) -> Tensor:
+    """Inductor may compute an expression anew for each of the many sums that read it, but not behind ``as_strided``."""
+    return t.as_strided(t.shape, t.stride()) if torch.compiler.is_compiling() else t
 
 
 def _shifts(size: int, device: torch.device) -> Tensor:
@@ -67,10 +73,19 @@ def cell_sum(tokens: Tensor) -> Tensor:
 Pair = Tensor | tuple[Tensor, Tensor]
 
 
-def make_pair(first: Tensor, second: Tensor) -> Pair:
+def make_pair(values: Tensor, shift: Tensor, variance: Tensor | None) -> Pair:
+    """``(v, v^2 + variance)`` for ``v = values - shift``."""
     if torch.compiler.is_compiling():
-        return first, second
-    return torch.stack((first.permute(3, 2, 1, 0, 4), second.permute(3, 2, 1, 0, 4)), -2).permute(4, 3, 2, 1, 0, 5)
+        first = values - shift
+        return first, first * first if variance is None else first * first + variance
+    batch, h, w, heads, c = values.shape
+    pair = values.new_empty(heads, w, h, batch, 2, c).permute(4, 3, 2, 1, 0, 5)
+    first, second = pair
+    first.copy_(values).sub_(shift)
+    second.copy_(first).mul_(first)
+    if variance is not None:
+        second.add_(variance)
+    return pair
 
 
 def mix(rows: Tensor, columns: Tensor, pair: Pair) -> tuple[Pair, Pair]:
@@ -112,8 +127,7 @@ def _bmm_into(spent: Tensor, left: Tensor, right: Tensor) -> Tensor:
 
 
 def _mix_backward_broadcast(rows, columns, pair, mixed_rows, grad):
-    # Where many sums read one expression, Inductor may compute it anew for each of their terms; not behind as_strided.
-    grad = [g.as_strided(g.shape, g.stride()) for g in grad]
+    grad = [_computed_once(g) for g in grad]
     grad_columns = _kernel_grad([t.transpose(1, 2) for t in grad], [t.transpose(1, 2) for t in mixed_rows])
     grad = _sum_along_columns(columns.mT, grad[0]), _sum_along_columns(columns.mT, grad[1])
     grad_rows = _kernel_grad(grad, pair)
