@@ -1,6 +1,6 @@
 """Dynamic Token Normalization for MMPretrain and MMDetection. Importing it registers everything."""
 
-from . import norms
+from . import backbones, norms
 
 __version__ = '0.1.0'
-__all__ = ['norms']
+__all__ = ['backbones', 'norms']

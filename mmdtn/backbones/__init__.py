@@ -1,0 +1,3 @@
+from .pvt import PVTDTN
+
+__all__ = ['PVTDTN']

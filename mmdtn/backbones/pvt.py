@@ -1,0 +1,301 @@
+"""Pyramid Vision Transformers, versions 1 and 2, with DTN or any other normaliser in their blocks."""
+
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from mmengine.registry import MODELS
+from timm.layers import DropPath
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from .blocks import Backbone, build_norm, pad_to_multiple
+
+STAGES = 4
+POOL_SIZES = (4, 2, 1, 1)  # at 224 px always a 14 x 14 grid of statistics
+
+
+@MODELS.register_module()
+class PVTDTN(Backbone):
+    """PVT (arXiv 2102.12122) and PVTv2 (arXiv 2106.13797) on maps ``B x H x W x C``, normalised by DTN.
+
+    Args:
+        arch: ``'tiny' | 'small' | 'medium' | 'large'`` (PVT), ``'b0'`` to ``'b5'`` (PVTv2), or a dict of the fields of
+            ``ARCHS``; with a name under ``'base'``, only of those that differ from it.
+        norm_cfg: Normaliser of the blocks in ``dtn_stages``: ``dict(type='DTN')``, ``dict(type='LN')`` for the published
+            PVT, or any registered one that works on ``B x H x W x C``. All other norms are LayerNorm.
+        dtn_stages: Stages, from 0, whose blocks take ``norm_cfg``.
+        out_indices: Stages whose maps ``'featmap'`` returns.
+        out_type: ``'featmap'``, a tuple of ``B x C x H x W``, or ``'cls_token'``, a tuple of one ``B x C``, for
+            classification: the class token of PVT, the mean over the last map of PVTv2.
+        img_size: Side of the images for which position embeddings are held; they are resized for others.
+        in_channels: Channels of the image.
+        drop_path_rate: Stochastic depth of the last block; None takes the architecture's.
+        frozen_stages: -1 nothing, 0 the first patch embedding, n also the first n stages.
+        norm_eval: Keep batch norms, should ``norm_cfg`` bring any, in evaluation mode.
+        with_cp: Compute each block again in the backward pass, to save memory.
+        init_cfg: ``dict(type='Pretrained', checkpoint=..., prefix='backbone.')`` loads what MMPretrain saved.
+
+    Example:
+        >>> maps = PVTDTN('tiny')(torch.randn(1, 3, 64, 96))
+        >>> [tuple(m.shape) for m in maps]
+        [(1, 64, 16, 24), (1, 128, 8, 12), (1, 320, 4, 6), (1, 512, 2, 3)]
+    """
+
+    def __init__(
+        self,
+        arch: str | dict = 'tiny',
+        norm_cfg: dict = dict(type='DTN'),  # noqa: B006  # MM's convention; never written to
+        dtn_stages: Sequence[int] = (0, 1, 2),
+        out_indices: Sequence[int] = (0, 1, 2, 3),
+        out_type: str = 'featmap',
+        img_size: int = 224,
+        in_channels: int = 3,
+        drop_path_rate: float | None = None,
+        frozen_stages: int = -1,
+        norm_eval: bool = False,
+        with_cp: bool = False,
+        init_cfg: dict | None = None,
+    ) -> None:
+        super().__init__(frozen_stages, norm_eval, init_cfg)
+        a = _arch(arch, norm_cfg)
+        if out_type not in ('featmap', 'cls_token'):
+            raise ValueError(f"out_type={out_type!r}: choose 'featmap' (detection) or 'cls_token' (classification).")
+        if not set(out_indices) <= set(range(STAGES)) or not set(dtn_stages) <= set(range(STAGES)):
+            raise ValueError(f'out_indices={out_indices} and dtn_stages={dtn_stages} count stages from 0 to 3.')
+        self.out_indices = tuple(out_indices)
+        self.out_type = out_type
+        self.version = a['version']
+        self.num_features = a['widths'][-1]
+        self.takes_class_token = out_type == 'cls_token' and self.version == 1
+        if self.takes_class_token and norm_cfg['type'] == 'DTN' and STAGES - 1 in dtn_stages:
+            raise ValueError(
+                'The class token joins PVT at its last stage, where DTN then has no grid: leave 3 out of dtn_stages.'
+            )
+
+        drop_path_rate = a['drop_path_rate'] if drop_path_rate is None else drop_path_rate
+        total = sum(a['depths'])
+        drop_paths = (drop_path_rate * i / max(total - 1, 1) for i in range(total))
+        side = img_size
+        self.stages = nn.ModuleList()
+        for i in range(STAGES):
+            side = -(-side // (4 if i == 0 else 2))
+            norm = dict(type='LN', eps=1e-6)
+            if i in dtn_stages and norm_cfg['type'] == 'DTN':
+                norm = dict(dict(num_heads=a['norm_heads'][i], pool_size=POOL_SIZES[i]), **norm_cfg)
+            elif i in dtn_stages:
+                norm = dict(norm, **norm_cfg) if norm_cfg['type'] == 'LN' else norm_cfg
+            self.stages.append(
+                Stage(
+                    in_channels=in_channels if i == 0 else a['widths'][i - 1],
+                    channels=a['widths'][i],
+                    num_heads=a['num_heads'][i],
+                    mlp_ratio=a['mlp_ratios'][i],
+                    sr_ratio=a['sr_ratios'][i],
+                    drop_paths=list(itertools.islice(drop_paths, a['depths'][i])),
+                    norm_cfg=norm,
+                    first=i == 0,
+                    version=self.version,
+                    side=side,
+                    with_cp=with_cp,
+                )
+            )
+        if self.takes_class_token:
+            self.cls_token = nn.Parameter(torch.zeros(1, 1, 1, self.num_features))
+            self.cls_pos = nn.Parameter(torch.zeros(1, 1, 1, self.num_features))
+            self.norm = nn.LayerNorm(self.num_features, eps=1e-6)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        maps = []
+        stage: Any
+        for i, stage in enumerate(self.stages):
+            x = stage.embed(x if i == 0 else x.permute(0, 3, 1, 2))
+            if self.takes_class_token and i == STAGES - 1:
+                # Without a grid, as one row: attention over all tokens and LayerNorm do not ask for more.
+                cls = (self.cls_token + self.cls_pos).expand(len(x), -1, -1, -1)
+                x = torch.cat((cls.to(x.dtype), x.flatten(1, 2)[:, None]), 2)
+            x = stage.blocks_and_norm(x)
+            maps.append(x)
+        if self.out_type == 'featmap':
+            return tuple(maps[i].permute(0, 3, 1, 2).contiguous() for i in self.out_indices)
+        return (self.norm(x)[:, 0, 0] if self.takes_class_token else x.mean((1, 2)),)
+
+    def frozen_parts(self) -> Iterator[nn.Module | nn.Parameter]:
+        first: Any = self.stages[0]
+        yield first.patch_embed
+        if first.pos_embed is not None:
+            yield first.pos_embed
+        yield from self.stages[: self.frozen_stages]
+
+
+class Stage(nn.Module):
+    """A patch embedding, with its position embedding in version 1, and blocks; a LayerNorm at the end in version 2."""
+
+    def __init__(
+        self,
+        in_channels: int,
+        channels: int,
+        num_heads: int,
+        mlp_ratio: float,
+        sr_ratio: int,
+        drop_paths: list[float],
+        norm_cfg: dict[str, Any],
+        first: bool,
+        version: int,
+        side: int,
+        with_cp: bool,
+    ) -> None:
+        super().__init__()
+        self.with_cp = with_cp
+        self.patch_embed = PatchEmbed(in_channels, channels, stride=4 if first else 2, overlap=version == 2)
+        self.pos_embed = nn.Parameter(torch.zeros(1, side, side, channels)) if version == 1 else None
+        self.blocks = nn.ModuleList(
+            Block(channels, num_heads, mlp_ratio, sr_ratio, drop_path, norm_cfg, conv=version == 2)
+            for drop_path in drop_paths
+        )
+        self.norm = nn.LayerNorm(channels, eps=1e-6) if version == 2 else nn.Identity()
+
+    def embed(self, x: Tensor) -> Tensor:
+        """``B x C x H x W`` to tokens ``B x h x w x C``."""
+        x = self.patch_embed(x)
+        if self.pos_embed is None:
+            return x
+        position: Tensor = self.pos_embed
+        if position.shape[1:3] != x.shape[1:3]:
+            resized = F.interpolate(position.permute(0, 3, 1, 2), size=x.shape[1:3], mode='bilinear')
+            position = resized.permute(0, 2, 3, 1)
+        return x + position
+
+    def blocks_and_norm(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            again = self.with_cp and x.requires_grad
+            x = checkpoint(block, x, use_reentrant=False) if again else block(x)
+        return self.norm(x)
+
+
+class PatchEmbed(nn.Module):
+    """Patches, overlapping in version 2, as tokens: ``B x C x H x W`` to ``B x ceil(H / s) x ceil(W / s) x C'``."""
+
+    def __init__(self, in_channels: int, channels: int, stride: int, overlap: bool) -> None:
+        super().__init__()
+        self.stride, self.overlap = stride, overlap
+        kernel = {4: 7, 2: 3}[stride] if overlap else stride
+        self.proj = nn.Conv2d(in_channels, channels, kernel, stride, padding=kernel // 2 if overlap else 0)
+        self.norm = nn.LayerNorm(channels, eps=1e-5 if overlap else 1e-6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x if self.overlap else pad_to_multiple(x, self.stride, self.stride)
+        return self.norm(self.proj(x).permute(0, 2, 3, 1).contiguous())
+
+
+class Block(nn.Module):
+    def __init__(
+        self,
+        channels: int,
+        num_heads: int,
+        mlp_ratio: float,
+        sr_ratio: int,
+        drop_path: float,
+        norm_cfg: dict[str, Any],
+        conv: bool,
+    ) -> None:
+        super().__init__()
+        self.norm1 = build_norm(norm_cfg, channels)
+        self.attn = SpatialReductionAttention(channels, num_heads, sr_ratio, norm_eps=1e-5 if conv else 1e-6)
+        self.norm2 = build_norm(norm_cfg, channels)
+        self.mlp = ConvMlp(channels, int(channels * mlp_ratio), conv)
+        self.drop_path = DropPath(drop_path) if drop_path > 0 else nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.drop_path(self.attn(self.norm1(x)))
+        return x + self.drop_path(self.mlp(self.norm2(x)))
+
+
+class SpatialReductionAttention(nn.Module):
+    """Every token attends to a map that a convolution has made ``sr_ratio`` times smaller a side."""
+
+    def __init__(self, channels: int, num_heads: int, sr_ratio: int, norm_eps: float) -> None:
+        super().__init__()
+        if channels % num_heads:
+            raise ValueError(f'{num_heads} attention heads do not divide {channels} channels.')
+        self.num_heads, self.sr_ratio = num_heads, sr_ratio
+        self.q = nn.Linear(channels, channels)
+        self.kv = nn.Linear(channels, 2 * channels)
+        self.proj = nn.Linear(channels, channels)
+        if sr_ratio > 1:
+            self.sr = nn.Conv2d(channels, channels, sr_ratio, sr_ratio)
+            self.norm = nn.LayerNorm(channels, eps=norm_eps)
+
+    def forward(self, x: Tensor) -> Tensor:
+        B, H, W, C = x.shape
+        q = self.q(x).view(B, H * W, self.num_heads, -1).transpose(1, 2)
+        if self.sr_ratio > 1:
+            image = x.permute(0, 3, 1, 2)
+            if min(H, W) < self.sr_ratio:  # the convolution drops a remainder, but needs one whole window
+                image = F.pad(image, (0, max(0, self.sr_ratio - W), 0, max(0, self.sr_ratio - H)))
+            x = self.norm(self.sr(image).permute(0, 2, 3, 1).contiguous())
+        kv = self.kv(x).view(B, x.shape[1] * x.shape[2], 2, self.num_heads, -1).permute(2, 0, 3, 1, 4)
+        out = F.scaled_dot_product_attention(q, kv[0], kv[1])
+        return self.proj(out.transpose(1, 2).reshape(B, H, W, C))
+
+
+class ConvMlp(nn.Module):
+    """Two linear layers; in version 2 with a 3 x 3 depthwise convolution between them."""
+
+    def __init__(self, channels: int, hidden: int, conv: bool) -> None:
+        super().__init__()
+        self.fc1 = nn.Linear(channels, hidden)
+        self.dwconv = nn.Conv2d(hidden, hidden, 3, padding=1, groups=hidden) if conv else None
+        self.fc2 = nn.Linear(hidden, channels)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.fc1(x)
+        if self.dwconv is not None:
+            x = self.dwconv(x.permute(0, 3, 1, 2)).permute(0, 2, 3, 1)
+        return self.fc2(F.gelu(x))
+
+
+def _arch(arch: str | dict, norm_cfg: dict[str, Any]) -> dict[str, Any]:
+    """The fields of an architecture; heads follow the normaliser unless they are said."""
+    said = dict(arch) if isinstance(arch, dict) else dict(base=arch)
+    base = said.pop('base', None)
+    if base is not None:
+        if base not in ARCHS:
+            raise ValueError(f'arch={base!r}: choose one of {list(ARCHS)}, or a dict of {list(ARCHS["tiny"])}.')
+        heads = DTN_HEADS if norm_cfg['type'] == 'DTN' else LN_HEADS
+        said = dict(ARCHS[base], num_heads=heads) | said
+    fields = {*ARCHS['tiny'], 'num_heads'}
+    if missing := fields - said.keys():
+        raise ValueError(f'arch lacks {sorted(missing)}; it needs {sorted(fields)}, and may have norm_heads.')
+    if unknown := said.keys() - fields - {'norm_heads'}:
+        raise ValueError(f'arch has unknown fields {sorted(unknown)}; known are {sorted(fields)} and norm_heads.')
+    said.setdefault('norm_heads', said['num_heads'])
+    for name in ('depths', 'widths', 'mlp_ratios', 'sr_ratios', 'num_heads', 'norm_heads'):
+        if len(said[name]) != STAGES:
+            raise ValueError(f'arch: {name}={said[name]} should have a value for each of the {STAGES} stages.')
+    return said
+
+
+LN_HEADS = (1, 2, 5, 8)
+DTN_HEADS = (4, 4, 5, 8)
+
+
+def _pvt(version: int, depths: tuple[int, ...], drop_path_rate: float, **others: Any) -> dict[str, Any]:
+    common = dict(widths=(64, 128, 320, 512), mlp_ratios=(8, 8, 4, 4), sr_ratios=(8, 4, 2, 1))
+    return dict(version=version, depths=depths, drop_path_rate=drop_path_rate) | common | others
+
+
+ARCHS = dict(
+    tiny=_pvt(1, (2, 2, 2, 2), 0.1),
+    small=_pvt(1, (3, 4, 6, 3), 0.1),
+    medium=_pvt(1, (3, 4, 18, 3), 0.3),
+    large=_pvt(1, (3, 8, 27, 3), 0.3),
+    b0=_pvt(2, (2, 2, 2, 2), 0.1, widths=(32, 64, 160, 256)),
+    b1=_pvt(2, (2, 2, 2, 2), 0.1),
+    b2=_pvt(2, (3, 4, 6, 3), 0.1),
+    b3=_pvt(2, (3, 4, 18, 3), 0.3),
+    b4=_pvt(2, (3, 8, 27, 3), 0.3),
+    b5=_pvt(2, (3, 6, 40, 3), 0.3, mlp_ratios=(4, 4, 4, 4)),
+)

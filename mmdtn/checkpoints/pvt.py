@@ -1,0 +1,52 @@
+"""State dicts of other people's PVT as ours; as functions of key and shape alone."""
+
+import re
+
+from torch import Tensor
+
+State = dict[str, Tensor]
+
+
+def from_mmdet_pvt(state: State) -> State:
+    """MMDetection's ``PyramidVisionTransformer``; square position embeddings."""
+    out: State = {}
+    for key, value in state.items():
+        match = re.fullmatch(r'layers\.(\d)\.(\d)\.(.+)', key)
+        if match is None:
+            raise ValueError(f"{key} is no key of MMDetection's PyramidVisionTransformer.")
+        stage, part, rest = match[1], match[2], match[3]
+        if part == '0':
+            out[f'stages.{stage}.patch_embed.' + rest.replace('projection', 'proj')] = value
+        elif part == '2':
+            out[f'stages.{stage}.norm.{rest}'] = value
+        elif rest == '0.pos_embed':
+            side = int(value.shape[1] ** 0.5)
+            out[f'stages.{stage}.pos_embed'] = value.reshape(1, side, side, -1)
+        else:
+            number, name = rest.split('.', 1)
+            has_position = f'layers.{stage}.1.0.pos_embed' in state
+            block = f'stages.{stage}.blocks.{int(number) - has_position}.'
+            C = value.shape[0] // 3
+            if name.startswith('attn.attn.in_proj_'):
+                kind = name.rpartition('_')[2]
+                out[block + f'attn.q.{kind}'], out[block + f'attn.kv.{kind}'] = value[:C], value[C:]
+            elif name.startswith('attn.attn.out_proj'):
+                out[block + name.replace('attn.attn.out_proj', 'attn.proj')] = value
+            elif name.startswith('ffn.layers.'):
+                layer = 'fc1' if name.startswith('ffn.layers.0.') else 'fc2'
+                kind = name.rpartition('.')[2]  # theirs are 1 x 1 convolutions
+                out[block + f'mlp.{layer}.{kind}'] = value.flatten(1) if value.dim() == 4 else value
+            else:
+                out[block + name] = value
+    return out
+
+
+def from_timm_pvt_v2(state: State) -> State:
+    """timm's ``pvt_v2_*``, whose blocks have our names, without its classifier ``head``."""
+    out: State = {}
+    for key, value in state.items():
+        if key.startswith('head.'):
+            continue
+        key = re.sub(r'^patch_embed\.', 'stages.0.patch_embed.', key)
+        out[key.replace('.downsample.', '.patch_embed.')] = value
+    return out
