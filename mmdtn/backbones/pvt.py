@@ -24,7 +24,7 @@ class PVTDTN(Backbone):
     Args:
         arch: ``'tiny' | 'small' | 'medium' | 'large'`` (PVT), ``'b0'`` to ``'b5'`` (PVTv2), or a dict of the fields of
             ``ARCHS``; with a name under ``'base'``, only of those that differ from it.
-        norm_cfg: Normaliser of the blocks in ``dtn_stages``: ``dict(type='DTN')``, ``dict(type='LN')`` for the published
+        norm_cfg: Normaliser of the blocks in ``dtn_stages``: ``dict(type='DTN')``; ``dict(type='LN')`` is the published
             PVT, or any registered one that works on ``B x H x W x C``. All other norms are LayerNorm.
         dtn_stages: Stages, from 0, whose blocks take ``norm_cfg``.
         out_indices: Stages whose maps ``'featmap'`` returns.

@@ -1,0 +1,20 @@
+# Training pipelines that draw the short side from 480 to 800 pixels.
+_resize = dict(
+    type='RandomChoiceResize',
+    scales=[(1333, short) for short in range(480, 801, 32)],
+    keep_ratio=True,
+)
+ms_boxes = [
+    dict(type='LoadImageFromFile'),
+    dict(type='LoadAnnotations', with_bbox=True),
+    _resize,
+    dict(type='RandomFlip', prob=0.5),
+    dict(type='PackDetInputs'),
+]
+ms_masks = [
+    dict(type='LoadImageFromFile'),
+    dict(type='LoadAnnotations', with_bbox=True, with_mask=True),
+    _resize,
+    dict(type='RandomFlip', prob=0.5),
+    dict(type='PackDetInputs'),
+]

@@ -1,0 +1,4 @@
+# Norms and anything of DTN's, position embeddings and the class token are not to be drawn towards zero.
+no_decay = dict(
+    custom_keys={name: dict(decay_mult=0.0) for name in ('norm', 'pos_embed', 'cls_token', 'cls_pos')},
+)

@@ -1,0 +1,2 @@
+_base_ = ['./mask-rcnn_pvt-t-dtn_fpn_1x_coco.py', '../_base_/ms_480-800.py']
+train_dataloader = dict(dataset=dict(pipeline=_base_.ms_masks))

@@ -1,0 +1,2 @@
+_base_ = '../_base_/pvt_8xb128_in1k.py'
+model = dict(backbone=dict(arch='medium', norm_cfg=dict(type='DTN')))
