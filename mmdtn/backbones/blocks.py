@@ -1,6 +1,6 @@
 """What the backbones share: loading and freezing as MMDetection does it, and the normaliser of a block."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ from mmengine.registry import MODELS
 from mmengine.runner.checkpoint import CheckpointLoader
 from timm.layers import trunc_normal_
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 
 def build_norm(cfg: dict[str, Any], channels: int) -> nn.Module:
@@ -86,6 +87,17 @@ def _init(module: nn.Module) -> None:
         nn.init.kaiming_normal_(module.weight, mode='fan_out')
         if module.bias is not None:
             nn.init.zeros_(module.bias)
+
+
+def light_checkpoint(run: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """``run(x)`` that keeps only ``x``, for something cheap that ends in a linear layer.
+
+    The wide activation in front of the second linear layer of an MLP is the largest tensor of a block. Computing it
+    again stops short of the linear layer itself.
+    """
+    if not x.requires_grad:
+        return run(x)
+    return checkpoint(run, x, use_reentrant=False, preserve_rng_state=False)
 
 
 def pad_to_multiple(x: Tensor, height: int, width: int) -> Tensor:

@@ -11,7 +11,7 @@ from timm.layers import DropPath
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from .blocks import Backbone, build_norm, pad_to_multiple
+from .blocks import Backbone, build_norm, light_checkpoint, pad_to_multiple
 
 STAGES = 4
 POOL_SIZES = (4, 2, 1, 1)  # at 224 px always a 14 x 14 grid of statistics
@@ -170,8 +170,7 @@ class Stage(nn.Module):
 
     def blocks_and_norm(self, x: Tensor) -> Tensor:
         for block in self.blocks:
-            again = self.with_cp and x.requires_grad
-            x = checkpoint(block, x, use_reentrant=False) if again else block(x)
+            x = checkpoint(block, x, use_reentrant=False) if self.with_cp and x.requires_grad else block(x)
         return self.norm(x)
 
 
@@ -254,7 +253,7 @@ class ConvMlp(nn.Module):
         x = self.fc1(x)
         if self.dwconv is not None:
             x = self.dwconv(x.permute(0, 3, 1, 2)).permute(0, 2, 3, 1)
-        return self.fc2(F.gelu(x))
+        return light_checkpoint(lambda hidden: self.fc2(F.gelu(hidden)), x)
 
 
 def _arch(arch: str | dict, norm_cfg: dict[str, Any]) -> dict[str, Any]:
