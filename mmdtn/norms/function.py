@@ -109,8 +109,8 @@ def backward(
 
     # Through M = P p and V = relu(P q - M^2) to the pair (p, q): the relu passes where V is positive.
     grad_M, grad_V = mixed
-    grad_V.sign_().mul_(e_cells.squeeze(4).squeeze(2)).mul_(1 - k)
-    grad_M.mul_(grad_V).mul_(-2).addcmul_(d_cells.squeeze(4).squeeze(2), 1 - l, value=-1)
+    grad_V.sign_().mul_(e_cells.squeeze(4).squeeze(2)).mul_(_per_channel(1 - k, n))
+    grad_M.mul_(grad_V).mul_(-2).addcmul_(d_cells.squeeze(4).squeeze(2), _per_channel(1 - l, n), value=-1)
     grad_rows, grad_columns, grad_pair = mix_backward(rows, columns, pair, mixed_rows, mixed)
     grad_first, grad_second = _as_cells(grad_pair)
     grad_first = grad_first.addcmul_(_as_cells(pair)[0], grad_second, value=2)
@@ -202,8 +202,13 @@ def _normalise(
     z: Tensor, mean: Tensor, var: Tensor, M: Tensor, V: Tensor, l: Tensor, k: Tensor, s: Settings, inv_std: Tensor
 ) -> None:
     """Mixes the statistics and turns ``z`` into ``(z - mu) / std``; fills ``inv_std`` with ``1 / std``."""
-    inv_std.copy_(V).mul_(1 - k).add_(k * var + s.eps).rsqrt_()
-    z.addcmul_(M, 1 - l, value=-1).sub_(l * mean).mul_(inv_std)
+    inv_std.copy_(V).mul_(_per_channel(1 - k, z)).add_(k * var + s.eps).rsqrt_()
+    z.addcmul_(M, _per_channel(1 - l, z), value=-1).sub_(l * mean).mul_(inv_std)
+
+
+def _per_channel(by_head: Tensor, z: Tensor) -> Tensor:
+    """``K x 1`` to ``K x c`` in memory: eager loops run over all channels then, not over the few of a head."""
+    return by_head.expand(z.shape[-2:]).contiguous()
 
 
 def _as_cells(pair: Pair) -> tuple[Tensor, Tensor]:

@@ -134,6 +134,9 @@ def main() -> None:
     parser.add_argument('--json', help='write the results to this file as well')
     args = parser.parse_args()
     torch.manual_seed(0)
+    # As in any process that has trained for a step: once a large block was freed, glibc keeps freed memory, where
+    # it would otherwise return it to the system after each call and fetch it again, page by page, in the next.
+    torch.empty(31 * 2**20, dtype=torch.uint8)
     print(f'torch {torch.__version__}, {torch.get_num_threads()} threads, float32')
     results = []
     for shape in SHAPES:
