@@ -10,25 +10,17 @@ from torch import nn
 from torch._dynamo.testing import CompileCounter
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from mmdtn.analysis import SavedBytes
 from mmdtn.norms import DTN, DTN2d, autograd
 
 from .reference import reference_dtn
 from .test_dtn import randomised
 
 
-def saved_bytes(run, *inputs):
-    """What autograd keeps alive for the backward pass, each storage once, parameters left out."""
-    storages = {}
-
-    def pack(t):
-        if not isinstance(t, nn.Parameter):
-            storages[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
-        return t
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        out = run(*inputs)
-    del out
-    return sum(storages.values())
+def saved_bytes(layer, x):
+    with SavedBytes(layer) as saved:
+        _out = layer(x)
+    return saved.total
 
 
 @pytest.mark.parametrize('pool_size', [1, 2, 4])

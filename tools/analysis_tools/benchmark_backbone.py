@@ -14,6 +14,7 @@ import torch
 from mmdet.models.backbones.pvt import PyramidVisionTransformer
 from torch import Tensor, nn
 
+from mmdtn.analysis import SavedBytes
 from mmdtn.backbones import PVTDTN
 
 DTN_HEADS = dict(base='tiny', num_heads=(4, 4, 5, 8))
@@ -32,20 +33,11 @@ INPUTS = {'224': (8, 3, 224, 224), '800': (1, 3, 800, 1344)}
 
 
 def train_step(model: nn.Module, x: Tensor) -> int:
-    """One forward and backward; returns the bytes kept between them, each storage once, parameters left out."""
-    parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
-    storages: dict[int, int] = {}
-
-    def pack(t: Tensor) -> Tensor:
-        storage = t.untyped_storage()
-        if storage.data_ptr() not in parameters:
-            storages[storage.data_ptr()] = storage.nbytes()
-        return t
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+    """One forward and backward; returns the bytes kept between them."""
+    with SavedBytes(model) as saved:
         loss = sum(m.mean() for m in model(x))
     loss.backward()
-    return sum(storages.values())
+    return saved.total
 
 
 def infer(model: nn.Module, x: Tensor) -> None:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from mmdtn.analysis import SavedBytes
 from mmdtn.norms import DTN
 
 # B, C, heads, height, width, pool size
@@ -69,19 +70,9 @@ class PublishedDTN(nn.Module):
 
 
 def saved_bytes(layer: nn.Module, x: Tensor) -> int:
-    """What autograd keeps between forward and backward: each storage once, parameters left out."""
-    parameters = {p.untyped_storage().data_ptr() for p in layer.parameters()}
-    storages: dict[int, int] = {}
-
-    def pack(t: Tensor) -> Tensor:
-        storage = t.untyped_storage()
-        if storage.data_ptr() not in parameters:
-            storages[storage.data_ptr()] = storage.nbytes()
-        return t
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        layer(x)
-    return sum(storages.values())
+    with SavedBytes(layer) as saved:
+        _out = layer(x)  # alive while counted, so that no memory is used twice
+    return saved.total
 
 
 def medians(runs: dict[str, Callable[[], object]], repeats: int) -> dict[str, float]:

@@ -1,0 +1,3 @@
+from .cost import SavedBytes
+
+__all__ = ['SavedBytes']
