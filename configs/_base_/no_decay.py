@@ -1,4 +1,7 @@
-# Norms and anything of DTN's, position embeddings and the class token are not to be drawn towards zero.
+# Norms and anything of DTN's, position embeddings and tables and the class token are not to be drawn towards zero.
 no_decay = dict(
-    custom_keys={name: dict(decay_mult=0.0) for name in ('norm', 'pos_embed', 'cls_token', 'cls_pos')},
+    custom_keys={
+        name: dict(decay_mult=0.0)
+        for name in ('norm', 'pos_embed', 'cls_token', 'cls_pos', 'relative_position_bias_table')
+    },
 )

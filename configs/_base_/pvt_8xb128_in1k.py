@@ -1,28 +1,5 @@
-# The DeiT recipe for 8 GPUs with 128 images each.
-_base_ = [
-    'mmpretrain::_base_/datasets/imagenet_bs64_swin_224.py',
-    'mmpretrain::_base_/schedules/imagenet_bs1024_adamw_swin.py',
-    'mmpretrain::_base_/default_runtime.py',
-    './no_decay.py',
-]
-custom_imports = dict(imports=['mmdtn'])
+_base_ = './deit_8xb128_in1k.py'
 model = dict(
-    type='ImageClassifier',
     backbone=dict(type='PVTDTN', arch='tiny', out_type='cls_token'),
-    head=dict(
-        type='LinearClsHead',
-        num_classes=1000,
-        in_channels=512,
-        loss=dict(type='LabelSmoothLoss', label_smooth_val=0.1, mode='original'),
-    ),
-    train_cfg=dict(augments=[dict(type='Mixup', alpha=0.8), dict(type='CutMix', alpha=1.0)]),
+    head=dict(in_channels=512),
 )
-train_dataloader = dict(batch_size=128)
-optim_wrapper = dict(
-    optimizer=dict(lr=5e-4),
-    paramwise_cfg=dict(_delete_=True, bias_decay_mult=0.0, flat_decay_mult=0.0, **_base_.no_decay),
-)
-param_scheduler = [
-    dict(type='LinearLR', start_factor=1e-3, by_epoch=True, end=5, convert_to_iter_based=True),
-    dict(type='CosineAnnealingLR', eta_min=1e-5, by_epoch=True, begin=5),
-]

@@ -4,13 +4,15 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from mmengine.logging import MMLogger, print_log
 from mmengine.model import BaseModule
 from mmengine.registry import MODELS
-from mmengine.runner.checkpoint import CheckpointLoader
-from timm.layers import trunc_normal_
+from timm.layers import DropPath, trunc_normal_
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+
+from .. import checkpoints
 
 
 def build_norm(cfg: dict[str, Any], channels: int) -> nn.Module:
@@ -20,6 +22,17 @@ def build_norm(cfg: dict[str, Any], channels: int) -> nn.Module:
     if kind == 'LN':
         return nn.LayerNorm(channels, **cfg)
     return MODELS.build(dict(type=kind, num_features=channels, **cfg))
+
+
+def block_norm_cfg(cfg: dict[str, Any], num_heads: int, pool_size: int = 1) -> dict[str, Any]:
+    """A ``norm_cfg`` with what it leaves to the block: heads and pool size of DTN, the eps of PVT and ViT for LN."""
+    defaults: dict[str, dict] = {'DTN': dict(num_heads=num_heads, pool_size=pool_size), 'LN': dict(eps=1e-6)}
+    return defaults.get(cfg['type'], {}) | cfg
+
+
+def drop_path_rates(last: float, depth: int) -> list[float]:
+    """Stochastic depth of each block, growing evenly from 0."""
+    return [last * i / max(depth - 1, 1) for i in range(depth)]
 
 
 class Backbone(BaseModule):
@@ -35,7 +48,11 @@ class Backbone(BaseModule):
         raise NotImplementedError
 
     def init_weights(self) -> None:
-        """Linear layers and embeddings from a truncated normal, or the pretrained file; DTN keeps its own start."""
+        """Linear layers and embeddings from a truncated normal, or the pretrained file; DTN keeps its own start.
+
+        ``dict(type='Pretrained', checkpoint=PATH_OR_URL)`` takes any file that :mod:`mmdtn.checkpoints` knows, and its
+        options ``source``, ``warm_start`` and ``resize``.
+        """
         if self.init_cfg is None:
             self.apply(_init)
             for name, parameter in self.named_parameters():
@@ -45,23 +62,22 @@ class Backbone(BaseModule):
         if self.init_cfg.get('type') != 'Pretrained':
             super().init_weights()
             return
-        checkpoint = CheckpointLoader.load_checkpoint(self.init_cfg['checkpoint'], map_location='cpu')
-        state = checkpoint.get('state_dict', checkpoint.get('model', checkpoint))
-        prefix = self.init_cfg.get('prefix', '')
-        found = {key[len(prefix) :]: value for key, value in state.items() if key.startswith(prefix)}
+        options = dict(self.init_cfg)
+        source, prefix = options.pop('checkpoint'), options.pop('prefix', '')
+        options.pop('type')
+        state = checkpoints.read(source)
+        found = {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
         if not found:
-            some = ', '.join(list(state)[:3])
             raise ValueError(
-                f'No key of {self.init_cfg["checkpoint"]} starts with {prefix!r}; its keys are like: {some}. '
-                "What MMPretrain or MMDetection saved wants init_cfg=dict(..., prefix='backbone.')."
+                f'No key of {source} starts with {prefix!r}; its keys are like: {", ".join(list(state)[:3])}. '
+                'Leave prefix out of init_cfg to have it found.'
             )
-        result = self.load_state_dict(found, strict=False)
-        missing, unexpected = result.missing_keys, result.unexpected_keys
-        print_log(
-            f'{type(self).__name__} took {len(found) - len(unexpected)} tensors from {self.init_cfg["checkpoint"]}: '
-            f'{len(missing)} missing {missing}, {len(unexpected)} unexpected {unexpected}',
-            logger=MMLogger.get_current_instance(),
-        )
+        try:
+            ours, report = checkpoints.convert(found, self, **options)
+        except ValueError as error:
+            raise ValueError(f'{source} cannot fill {type(self).__name__}: {error}') from None
+        self.load_state_dict(ours, strict=False)
+        print_log(f'{type(self).__name__} from {source}: {report}', logger=MMLogger.get_current_instance())
 
     def train(self, mode: bool = True) -> 'Backbone':
         super().train(mode)
@@ -103,4 +119,70 @@ def light_checkpoint(run: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 def pad_to_multiple(x: Tensor, height: int, width: int) -> Tensor:
     """Zeros below and to the right of ``B x C x H x W`` until ``height`` and ``width`` divide it."""
     below, right = -x.shape[2] % height, -x.shape[3] % width
-    return nn.functional.pad(x, (0, right, 0, below)) if below or right else x
+    return F.pad(x, (0, right, 0, below)) if below or right else x
+
+
+class Block(nn.Module):
+    def __init__(
+        self,
+        channels: int,
+        attn: nn.Module,
+        mlp_ratio: float,
+        drop_path: float,
+        norm_cfg: dict[str, Any],
+        conv: bool = False,
+    ) -> None:
+        super().__init__()
+        self.norm1 = build_norm(norm_cfg, channels)
+        self.attn = attn
+        self.norm2 = build_norm(norm_cfg, channels)
+        self.mlp = ConvMlp(channels, int(channels * mlp_ratio), conv)
+        self.drop_path = DropPath(drop_path) if drop_path > 0 else nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.drop_path(self.attn(self.norm1(x)))
+        return x + self.drop_path(self.mlp(self.norm2(x)))
+
+
+class SpatialReductionAttention(nn.Module):
+    """Every token attends to a map that a convolution has made ``sr_ratio`` times smaller a side."""
+
+    def __init__(self, channels: int, num_heads: int, sr_ratio: int = 1, norm_eps: float = 1e-6) -> None:
+        super().__init__()
+        if channels % num_heads:
+            raise ValueError(f'{num_heads} attention heads do not divide {channels} channels.')
+        self.num_heads, self.sr_ratio = num_heads, sr_ratio
+        self.q = nn.Linear(channels, channels)
+        self.kv = nn.Linear(channels, 2 * channels)
+        self.proj = nn.Linear(channels, channels)
+        if sr_ratio > 1:
+            self.sr = nn.Conv2d(channels, channels, sr_ratio, sr_ratio)
+            self.norm = nn.LayerNorm(channels, eps=norm_eps)
+
+    def forward(self, x: Tensor) -> Tensor:
+        B, H, W, C = x.shape
+        q = self.q(x).view(B, H * W, self.num_heads, -1).transpose(1, 2)
+        if self.sr_ratio > 1:
+            image = x.permute(0, 3, 1, 2)
+            if min(H, W) < self.sr_ratio:  # the convolution drops a remainder, but needs one whole window
+                image = F.pad(image, (0, max(0, self.sr_ratio - W), 0, max(0, self.sr_ratio - H)))
+            x = self.norm(self.sr(image).permute(0, 2, 3, 1).contiguous())
+        kv = self.kv(x).view(B, x.shape[1] * x.shape[2], 2, self.num_heads, -1).permute(2, 0, 3, 1, 4)
+        out = F.scaled_dot_product_attention(q, kv[0], kv[1])
+        return self.proj(out.transpose(1, 2).reshape(B, H, W, C))
+
+
+class ConvMlp(nn.Module):
+    """Two linear layers; in version 2 with a 3 x 3 depthwise convolution between them."""
+
+    def __init__(self, channels: int, hidden: int, conv: bool) -> None:
+        super().__init__()
+        self.fc1 = nn.Linear(channels, hidden)
+        self.dwconv = nn.Conv2d(hidden, hidden, 3, padding=1, groups=hidden) if conv else None
+        self.fc2 = nn.Linear(hidden, channels)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.fc1(x)
+        if self.dwconv is not None:
+            x = self.dwconv(x.permute(0, 3, 1, 2)).permute(0, 2, 3, 1)
+        return light_checkpoint(lambda hidden: self.fc2(F.gelu(hidden)), x)

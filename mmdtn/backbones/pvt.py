@@ -7,11 +7,17 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from mmengine.registry import MODELS
-from timm.layers import DropPath
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from .blocks import Backbone, build_norm, light_checkpoint, pad_to_multiple
+from .blocks import (
+    Backbone,
+    Block,
+    SpatialReductionAttention,
+    block_norm_cfg,
+    drop_path_rates,
+    pad_to_multiple,
+)
 
 STAGES = 4
 POOL_SIZES = (4, 2, 1, 1)  # at 224 px always a 14 x 14 grid of statistics
@@ -76,17 +82,12 @@ class PVTDTN(Backbone):
             )
 
         drop_path_rate = a['drop_path_rate'] if drop_path_rate is None else drop_path_rate
-        total = sum(a['depths'])
-        drop_paths = (drop_path_rate * i / max(total - 1, 1) for i in range(total))
+        drop_paths = iter(drop_path_rates(drop_path_rate, sum(a['depths'])))
         side = img_size
         self.stages = nn.ModuleList()
         for i in range(STAGES):
             side = -(-side // (4 if i == 0 else 2))
-            norm = dict(type='LN', eps=1e-6)
-            if i in dtn_stages and norm_cfg['type'] == 'DTN':
-                norm = dict(dict(num_heads=a['norm_heads'][i], pool_size=POOL_SIZES[i]), **norm_cfg)
-            elif i in dtn_stages:
-                norm = dict(norm, **norm_cfg) if norm_cfg['type'] == 'LN' else norm_cfg
+            cfg = norm_cfg if i in dtn_stages else dict(type='LN')
             self.stages.append(
                 Stage(
                     in_channels=in_channels if i == 0 else a['widths'][i - 1],
@@ -95,7 +96,7 @@ class PVTDTN(Backbone):
                     mlp_ratio=a['mlp_ratios'][i],
                     sr_ratio=a['sr_ratios'][i],
                     drop_paths=list(itertools.islice(drop_paths, a['depths'][i])),
-                    norm_cfg=norm,
+                    norm_cfg=block_norm_cfg(cfg, a['norm_heads'][i], POOL_SIZES[i]),
                     first=i == 0,
                     version=self.version,
                     side=side,
@@ -152,7 +153,14 @@ class Stage(nn.Module):
         self.patch_embed = PatchEmbed(in_channels, channels, stride=4 if first else 2, overlap=version == 2)
         self.pos_embed = nn.Parameter(torch.zeros(1, side, side, channels)) if version == 1 else None
         self.blocks = nn.ModuleList(
-            Block(channels, num_heads, mlp_ratio, sr_ratio, drop_path, norm_cfg, conv=version == 2)
+            Block(
+                channels,
+                SpatialReductionAttention(channels, num_heads, sr_ratio, norm_eps=1e-5 if version == 2 else 1e-6),
+                mlp_ratio,
+                drop_path,
+                norm_cfg,
+                conv=version == 2,
+            )
             for drop_path in drop_paths
         )
         self.norm = nn.LayerNorm(channels, eps=1e-6) if version == 2 else nn.Identity()
@@ -187,73 +195,6 @@ class PatchEmbed(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = x if self.overlap else pad_to_multiple(x, self.stride, self.stride)
         return self.norm(self.proj(x).permute(0, 2, 3, 1).contiguous())
-
-
-class Block(nn.Module):
-    def __init__(
-        self,
-        channels: int,
-        num_heads: int,
-        mlp_ratio: float,
-        sr_ratio: int,
-        drop_path: float,
-        norm_cfg: dict[str, Any],
-        conv: bool,
-    ) -> None:
-        super().__init__()
-        self.norm1 = build_norm(norm_cfg, channels)
-        self.attn = SpatialReductionAttention(channels, num_heads, sr_ratio, norm_eps=1e-5 if conv else 1e-6)
-        self.norm2 = build_norm(norm_cfg, channels)
-        self.mlp = ConvMlp(channels, int(channels * mlp_ratio), conv)
-        self.drop_path = DropPath(drop_path) if drop_path > 0 else nn.Identity()
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.drop_path(self.attn(self.norm1(x)))
-        return x + self.drop_path(self.mlp(self.norm2(x)))
-
-
-class SpatialReductionAttention(nn.Module):
-    """Every token attends to a map that a convolution has made ``sr_ratio`` times smaller a side."""
-
-    def __init__(self, channels: int, num_heads: int, sr_ratio: int, norm_eps: float) -> None:
-        super().__init__()
-        if channels % num_heads:
-            raise ValueError(f'{num_heads} attention heads do not divide {channels} channels.')
-        self.num_heads, self.sr_ratio = num_heads, sr_ratio
-        self.q = nn.Linear(channels, channels)
-        self.kv = nn.Linear(channels, 2 * channels)
-        self.proj = nn.Linear(channels, channels)
-        if sr_ratio > 1:
-            self.sr = nn.Conv2d(channels, channels, sr_ratio, sr_ratio)
-            self.norm = nn.LayerNorm(channels, eps=norm_eps)
-
-    def forward(self, x: Tensor) -> Tensor:
-        B, H, W, C = x.shape
-        q = self.q(x).view(B, H * W, self.num_heads, -1).transpose(1, 2)
-        if self.sr_ratio > 1:
-            image = x.permute(0, 3, 1, 2)
-            if min(H, W) < self.sr_ratio:  # the convolution drops a remainder, but needs one whole window
-                image = F.pad(image, (0, max(0, self.sr_ratio - W), 0, max(0, self.sr_ratio - H)))
-            x = self.norm(self.sr(image).permute(0, 2, 3, 1).contiguous())
-        kv = self.kv(x).view(B, x.shape[1] * x.shape[2], 2, self.num_heads, -1).permute(2, 0, 3, 1, 4)
-        out = F.scaled_dot_product_attention(q, kv[0], kv[1])
-        return self.proj(out.transpose(1, 2).reshape(B, H, W, C))
-
-
-class ConvMlp(nn.Module):
-    """Two linear layers; in version 2 with a 3 x 3 depthwise convolution between them."""
-
-    def __init__(self, channels: int, hidden: int, conv: bool) -> None:
-        super().__init__()
-        self.fc1 = nn.Linear(channels, hidden)
-        self.dwconv = nn.Conv2d(hidden, hidden, 3, padding=1, groups=hidden) if conv else None
-        self.fc2 = nn.Linear(hidden, channels)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.fc1(x)
-        if self.dwconv is not None:
-            x = self.dwconv(x.permute(0, 3, 1, 2)).permute(0, 2, 3, 1)
-        return light_checkpoint(lambda hidden: self.fc2(F.gelu(hidden)), x)
 
 
 def _arch(arch: str | dict, norm_cfg: dict[str, Any]) -> dict[str, Any]:

@@ -1,3 +1,25 @@
-from .pvt import from_mmdet_pvt, from_timm_pvt_v2
+from .convert import Report, convert
+from .dtn import from_dtn_pvt, from_dtn_vit
+from .files import read, write
+from .formats import CHOICES
+from .pvt import from_mmdet_pvt, from_pvt, from_timm_pvt_v2
+from .swin import from_microsoft_swin, from_mmdet_swin, from_mmpretrain_swin, from_timm_swin
+from .vit import from_timm_vit
 
-__all__ = ['from_mmdet_pvt', 'from_timm_pvt_v2']
+__all__ = [
+    'CHOICES',
+    'Report',
+    'convert',
+    'from_dtn_pvt',
+    'from_dtn_vit',
+    'from_microsoft_swin',
+    'from_mmdet_pvt',
+    'from_mmdet_swin',
+    'from_mmpretrain_swin',
+    'from_pvt',
+    'from_timm_pvt_v2',
+    'from_timm_swin',
+    'from_timm_vit',
+    'read',
+    'write',
+]

@@ -42,11 +42,35 @@ def from_mmdet_pvt(state: State) -> State:
 
 
 def from_timm_pvt_v2(state: State) -> State:
-    """timm's ``pvt_v2_*``, whose blocks have our names, without its classifier ``head``."""
+    """timm's ``pvt_v2_*``, whose blocks have our names."""
     out: State = {}
     for key, value in state.items():
-        if key.startswith('head.'):
-            continue
+        if not key.startswith(('patch_embed.', 'stages.')):
+            raise ValueError(f"{key} is no key of timm's PVTv2.")
         key = re.sub(r'^patch_embed\.', 'stages.0.patch_embed.', key)
         out[key.replace('.downsample.', '.patch_embed.')] = value
+    return out
+
+
+def from_pvt(state: State) -> State:
+    """The classifiers of whai362/PVT, 1 and 2; square position embeddings, the last one led by the class token's."""
+    out: State = {}
+    for key, value in state.items():
+        match = re.fullmatch(r'(patch_embed|pos_embed|block|norm)([1-4])(\.(.+))?', key)
+        if match is None:
+            if key not in ('cls_token', 'norm.weight', 'norm.bias'):
+                raise ValueError(f'{key} is no key of whai362/PVT.')
+            out[key] = value[:, None] if key == 'cls_token' else value
+            continue
+        part, stage, rest = match[1], f'stages.{int(match[2]) - 1}.', match[4]
+        if part == 'pos_embed':
+            if match[2] == '4':
+                out['cls_pos'] = value[:, None, :1]
+                value = value[:, 1:]
+            side = int(value.shape[1] ** 0.5)
+            out[stage + 'pos_embed'] = value.reshape(1, side, side, -1)
+        elif part == 'block':
+            out[f'{stage}blocks.' + rest.replace('.dwconv.dwconv.', '.dwconv.')] = value
+        else:
+            out[f'{stage}{part}.{rest}'] = value
     return out

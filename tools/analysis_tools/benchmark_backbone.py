@@ -1,33 +1,55 @@
-"""Time and saved bytes of PVT-Tiny with DTN and with LayerNorm, beside MMDetection's PVT, in one run.
+"""Time and saved bytes of the backbones with DTN and with LayerNorm, beside those that others wrote, in one run.
 
-python tools/analysis_tools/benchmark_backbone.py [--repeats 5] [--json results.json] [--only 224]
+python tools/analysis_tools/benchmark_backbone.py [--models pvt swin vit] [--repeats 5] [--json out.json] [--only 224]
 
-The ratios are what counts: the models take turns, round by round, and each time is a median over the rounds.
+The ratios are what counts: the models of a family take turns, round by round; a time is the median over the rounds.
 """
 
 import argparse
+import itertools
 import json
 import statistics
 import time
+from collections.abc import Callable
 
+import timm
 import torch
 from mmdet.models.backbones.pvt import PyramidVisionTransformer
+from mmdet.models.backbones.swin import SwinTransformer
 from torch import Tensor, nn
 
 from mmdtn.analysis import SavedBytes
-from mmdtn.backbones import PVTDTN
+from mmdtn.backbones import PVTDTN, SwinDTN, ViTDTN
 
+LN, COMPILED = dict(type='LN'), dict(type='DTN', compiled=True)
 DTN_HEADS = dict(base='tiny', num_heads=(4, 4, 5, 8))
-# name: model, name of the one that it is compared with
-MODELS = {
-    'PVT-Tiny LN, heads 4 4 5 8': (lambda: PVTDTN(DTN_HEADS, norm_cfg=dict(type='LN')), None),
-    'PVT-Tiny DTN eager': (lambda: PVTDTN('tiny'), 'PVT-Tiny LN, heads 4 4 5 8'),
-    'PVT-Tiny DTN compiled': (
-        lambda: PVTDTN('tiny', norm_cfg=dict(type='DTN', compiled=True)),
-        'PVT-Tiny LN, heads 4 4 5 8',
-    ),
-    "MMDetection's PVT-Tiny": (lambda: PyramidVisionTransformer(num_layers=[2, 2, 2, 2]), None),
-    'PVT-Tiny LN': (lambda: PVTDTN('tiny', norm_cfg=dict(type='LN')), "MMDetection's PVT-Tiny"),
+# By family, name: model, name of the one that it is compared with
+FAMILIES: dict[str, dict[str, tuple[Callable[[], nn.Module], str | None]]] = {
+    'pvt': {
+        'PVT-Tiny LN, heads 4 4 5 8': (lambda: PVTDTN(DTN_HEADS, norm_cfg=LN), None),
+        'PVT-Tiny DTN eager': (lambda: PVTDTN('tiny'), 'PVT-Tiny LN, heads 4 4 5 8'),
+        'PVT-Tiny DTN compiled': (lambda: PVTDTN('tiny', norm_cfg=COMPILED), 'PVT-Tiny LN, heads 4 4 5 8'),
+        "MMDetection's PVT-Tiny": (lambda: PyramidVisionTransformer(num_layers=[2, 2, 2, 2]), None),
+        'PVT-Tiny LN': (lambda: PVTDTN('tiny', norm_cfg=LN), "MMDetection's PVT-Tiny"),
+    },
+    'swin': {
+        "MMDetection's Swin-T": (lambda: SwinTransformer(drop_path_rate=0.2), None),
+        'Swin-T LN': (lambda: SwinDTN('tiny', norm_cfg=LN), "MMDetection's Swin-T"),
+        'Swin-T DTN eager': (lambda: SwinDTN('tiny'), 'Swin-T LN'),
+        'Swin-T DTN compiled': (lambda: SwinDTN('tiny', norm_cfg=COMPILED), 'Swin-T LN'),
+    },
+    'vit': {
+        'ViT-S* LN': (lambda: ViTDTN('s*', norm_cfg=LN), None),
+        'ViT-S* DTN eager': (lambda: ViTDTN('s*'), 'ViT-S* LN'),
+        'ViT-S* DTN compiled': (lambda: ViTDTN('s*', norm_cfg=COMPILED), 'ViT-S* LN'),
+        "timm's ViT-S": (
+            lambda: timm.create_model(
+                'vit_small_patch16_224', dynamic_img_size=True, num_classes=0, drop_path_rate=0.1
+            ),
+            None,
+        ),
+        'ViT-S LN': (lambda: ViTDTN('s', norm_cfg=LN), "timm's ViT-S"),
+    },
 }
 INPUTS = {'224': (8, 3, 224, 224), '800': (1, 3, 800, 1344)}
 
@@ -45,9 +67,9 @@ def infer(model: nn.Module, x: Tensor) -> None:
         model(x)
 
 
-def measure(shape: tuple[int, ...], repeats: int) -> dict[str, dict]:
+def measure(family: str, shape: tuple[int, ...], repeats: int) -> dict[str, dict]:
     x = torch.randn(shape)
-    models = {name: make() for name, (make, _) in MODELS.items()}
+    models = {name: make() for name, (make, _) in FAMILIES[family].items()}
     rows: dict[str, dict] = {}
     for name, model in models.items():
         train_step(model, x)  # compiles and warms up
@@ -60,7 +82,7 @@ def measure(shape: tuple[int, ...], repeats: int) -> dict[str, dict]:
                 rows[name][kind].append(time.perf_counter() - start)
     for name, row in rows.items():
         row.update(train_s=statistics.median(row.pop('train')), infer_s=statistics.median(row.pop('infer')))
-        if (peer := MODELS[name][1]) is not None:
+        if (peer := FAMILIES[family][name][1]) is not None:
             row['against'] = peer
     for row in rows.values():
         if peer := row.get('against'):
@@ -70,18 +92,19 @@ def measure(shape: tuple[int, ...], repeats: int) -> dict[str, dict]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument('--models', nargs='+', choices=FAMILIES, default=list(FAMILIES), help='families; default: all')
     parser.add_argument('--repeats', type=int, default=5)
     parser.add_argument('--only', choices=INPUTS, help='one of the two inputs')
     parser.add_argument('--json', help='write the results to this file as well')
     args = parser.parse_args()
     torch.manual_seed(0)
     print(f'torch {torch.__version__}, {torch.get_num_threads()} threads, float32')
-    results = {}
-    for key in [args.only] if args.only else INPUTS:
+    results: dict[str, dict] = {family: {} for family in args.models}
+    for family, key in itertools.product(args.models, [args.only] if args.only else INPUTS):
         shape = INPUTS[key]
         print(f'\n{" x ".join(map(str, shape)):30}{"train step":>12}{"inference":>12}{"saved":>12}', flush=True)
-        results[key] = measure(shape, args.repeats)
-        for name, row in results[key].items():
+        results[family][key] = measure(family, shape, args.repeats)
+        for name, row in results[family][key].items():
             print(f'{name:30}{row["train_s"]:10.3f} s{row["infer_s"]:10.3f} s{row["saved_mib"]:8.0f} MiB')
             if 'ratios' in row:
                 ratios = ''.join(f'{row["ratios"][k]:11.2f}x' for k in ('train_s', 'infer_s', 'saved_mib'))

@@ -1,0 +1,2 @@
+_base_ = '../_base_/swin_8xb128_in1k.py'
+model = dict(backbone=dict(arch='tiny', norm_cfg=dict(type='DTN')))

@@ -1,0 +1,233 @@
+"""Swin Transformers with DTN or any other normaliser in their blocks."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from mmengine.registry import MODELS
+from timm.layers import PatchEmbed
+from timm.models import swin_transformer
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from .blocks import Backbone, Block, drop_path_rates
+
+STAGES = 4
+MLP_RATIO = 4
+
+
+@MODELS.register_module()
+class SwinDTN(Backbone):
+    """Swin (arXiv 2103.14030) on maps ``B x H x W x C``, normalised by DTN.
+
+    Args:
+        arch: ``'tiny' | 'small' | 'base'``, or a dict of the fields of ``ARCHS``; with a name under ``'base'``, only of
+            those that differ from it. ``norm_heads`` gives DTN other heads than those of the attention.
+        norm_cfg: Normaliser of the blocks: ``dict(type='DTN')``; ``dict(type='LN')`` is the published Swin, or any
+            registered one that works on ``B x H x W x C``. All other norms are LayerNorm.
+        pool_sizes: DTN's pool size in each stage.
+        out_indices: Stages whose maps ``'featmap'`` returns, with a LayerNorm each.
+        out_type: ``'featmap'``, a tuple of ``B x C x H x W``, or ``'avg_featmap'``, a tuple of one ``B x C``, for
+            classification: the mean over the last map. As in the published models, only ``'featmap'`` shifts the
+            windows of a map that is no larger than one of them.
+        window_size: Side of the windows. A map that they do not fill is padded inside the attention.
+        drop_path_rate: Stochastic depth of the last block; None takes the architecture's.
+        frozen_stages: -1 nothing, 0 the patch embedding, n also the first n stages and their outputs' norms.
+        norm_eval: Keep batch norms, should ``norm_cfg`` bring any, in evaluation mode.
+        with_cp: Compute each block again in the backward pass, to save memory.
+        init_cfg: ``dict(type='Pretrained', checkpoint=..., prefix='backbone.')`` loads what MMPretrain saved.
+
+    Example:
+        >>> maps = SwinDTN('tiny')(torch.randn(1, 3, 64, 96))
+        >>> [tuple(m.shape) for m in maps]
+        [(1, 96, 16, 24), (1, 192, 8, 12), (1, 384, 4, 6), (1, 768, 2, 3)]
+    """
+
+    def __init__(
+        self,
+        arch: str | dict = 'tiny',
+        norm_cfg: dict = dict(type='DTN'),  # noqa: B006  # MM's convention; never written to
+        pool_sizes: Sequence[int] = (4, 2, 1, 1),  # at 224 px a 14 x 14 grid of statistics, 7 x 7 in the last stage
+        out_indices: Sequence[int] = (0, 1, 2, 3),
+        out_type: str = 'featmap',
+        window_size: int = 7,
+        drop_path_rate: float | None = None,
+        frozen_stages: int = -1,
+        norm_eval: bool = False,
+        with_cp: bool = False,
+        init_cfg: dict | None = None,
+    ) -> None:
+        super().__init__(frozen_stages, norm_eval, init_cfg)
+        a = _arch(arch)
+        if out_type not in ('featmap', 'avg_featmap'):
+            raise ValueError(f"out_type={out_type!r}: choose 'featmap' (detection) or 'avg_featmap' (classification).")
+        if not set(out_indices) <= set(range(STAGES)):
+            raise ValueError(f'out_indices={out_indices} counts stages from 0 to 3.')
+        if len(pool_sizes) != STAGES:
+            raise ValueError(f'pool_sizes={pool_sizes} should have a value for each of the {STAGES} stages.')
+        if not isinstance(window_size, int) or window_size < 1:
+            raise ValueError(f'window_size={window_size!r}: give the side of a window in tokens, as 7.')
+        self.out_indices = tuple(out_indices) if out_type == 'featmap' else (STAGES - 1,)
+        self.out_type = out_type
+        widths = [a['width'] * 2**i for i in range(STAGES)]
+        self.num_features = widths[-1]
+
+        drop_path_rate = a['drop_path_rate'] if drop_path_rate is None else drop_path_rate
+        drop_paths = iter(drop_path_rates(drop_path_rate, sum(a['depths'])))
+        self.patch_embed = PatchEmbed(
+            None, 4, embed_dim=widths[0], norm_layer=nn.LayerNorm, output_fmt='NHWC', dynamic_img_pad=True
+        )
+        self.stages = nn.ModuleList()
+        for i in range(STAGES):
+            heads = dict(num_heads=a['norm_heads'][i], pool_size=pool_sizes[i])
+            blocks = [
+                Block(
+                    widths[i],
+                    WindowAttention(
+                        widths[i],
+                        a['num_heads'][i],
+                        window_size,
+                        shifted=j % 2 == 1,
+                        shift_alone=out_type == 'featmap',
+                    ),
+                    MLP_RATIO,
+                    next(drop_paths),
+                    heads | norm_cfg if norm_cfg['type'] == 'DTN' else norm_cfg,
+                )
+                for j in range(a['depths'][i])
+            ]
+            self.stages.append(Stage(widths[i - 1] if i > 0 else None, blocks, with_cp))
+        for i in self.out_indices:
+            self.add_module(f'norm{i}', nn.LayerNorm(widths[i]))
+
+    def init_weights(self) -> None:
+        super().init_weights()
+        if self.init_cfg is None:
+            self.patch_embed.proj.reset_parameters()  # the published Swin leaves it at the convolution's own start
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        x = self.patch_embed(x)
+        outs = []
+        for i, stage in enumerate(self.stages):
+            x = stage(x)
+            if i in self.out_indices:
+                outs.append(self.get_submodule(f'norm{i}')(x))
+        if self.out_type == 'avg_featmap':
+            return (outs[0].mean((1, 2)),)
+        return tuple(out.permute(0, 3, 1, 2).contiguous() for out in outs)
+
+    def frozen_parts(self) -> Iterator[nn.Module]:
+        yield self.patch_embed
+        yield from self.stages[: self.frozen_stages]
+        yield from (self.get_submodule(f'norm{i}') for i in self.out_indices if i < self.frozen_stages)
+
+
+class Stage(nn.Module):
+    """Blocks, from the second stage on after a patch merging that halves the sides of the map."""
+
+    def __init__(self, in_channels: int | None, blocks: list[Block], with_cp: bool) -> None:
+        super().__init__()
+        self.with_cp = with_cp
+        self.downsample = nn.Identity() if in_channels is None else swin_transformer.PatchMerging(in_channels)
+        self.blocks = nn.ModuleList(blocks)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.downsample(x)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.with_cp and x.requires_grad else block(x)
+        return x
+
+
+class WindowAttention(swin_transformer.WindowAttention):
+    """timm's weights and bias table, applied to a whole map of any size.
+
+    timm shifts the map before it pads it, so that padding lies between what the shift has joined; MMDetection, whose
+    weights this takes, pads first. timm also builds the mask of all windows for each new size. Here there is none:
+    only windows at the end of a shifted map hold tokens from both of its ends, so four kinds of window are all there
+    are, whatever the size.
+    """
+
+    cuts: Tensor
+    relative_position_index: Tensor
+
+    def __init__(self, channels: int, num_heads: int, window_size: int, shifted: bool, shift_alone: bool) -> None:
+        if channels % num_heads:
+            raise ValueError(f'{num_heads} attention heads do not divide {channels} channels.')
+        super().__init__(channels, num_heads, window_size=window_size)
+        self.side = window_size
+        self.shift = window_size // 2 if shifted else 0
+        self.shift_alone = shift_alone  # also where the map is no larger than a window
+        if self.shift:
+            self.register_buffer('cuts', _cuts(self.side, self.shift), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]  # no mask: the map says what it needs
+        B, H, W, C = x.shape
+        side, K = self.side, self.num_heads
+        shift = self.shift if self.shift_alone or min(H, W) > side else 0
+        if H % side or W % side:
+            x = F.pad(x, (0, 0, 0, -W % side, 0, -H % side))
+        if shift:
+            x = x.roll((-shift, -shift), (1, 2))
+        rows, columns = x.shape[1] // side, x.shape[2] // side
+        bias = self.relative_position_bias_table[self.relative_position_index].permute(2, 0, 1)
+        if shift:
+            bias = _of_all_windows(bias + self.cuts, rows, columns)
+        qkv = self.qkv(x).view(B, rows, side, columns, side, 3, K, C // K).permute(5, 0, 1, 3, 6, 2, 4, 7)
+        # Windows with a bias of their own go where heads go, so that the images of a batch share them.
+        q, k, v = qkv.reshape(3, -1, len(bias), side * side, C // K)
+        out = _attend(q, k, v, bias[None])
+        out = out.view(B, rows, columns, K, side, side, C // K).permute(0, 1, 4, 2, 5, 3, 6)
+        x = out.reshape(B, rows * side, columns * side, C)
+        if shift:
+            x = x.roll((shift, shift), (1, 2))
+        return self.proj(x[:, :H, :W].contiguous())
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+    if q.device.type != 'cpu':
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
+    # No fused kernel of CPUs learns a bias. What torch runs instead is slower, and keeps scaled copies of q and k.
+    return (q @ k.mT).mul_(q.shape[-1] ** -0.5).add_(bias).softmax(-1) @ v
+
+
+def _cuts(side: int, shift: int) -> Tensor:
+    """``2 x 2 x 1 x N x N``, by whether a shifted window is in the last row and column: which tokens are far apart."""
+    token = torch.arange(side * side)
+    from_top, from_left = token // side >= side - shift, token % side >= side - shift
+    across_rows, across_columns = (end[:, None] != end for end in (from_top, from_left))
+    parted = torch.stack((across_rows & ~across_rows, across_columns, across_rows, across_rows | across_columns))
+    return torch.zeros(parted.shape).masked_fill(parted, float('-inf')).view(2, 2, 1, side * side, side * side)
+
+
+def _of_all_windows(kinds: Tensor, rows: int, columns: int) -> Tensor:
+    """``2 x 2 x K x N x N``, by whether a window is in the last row and column, to ``(rows columns K) x N x N``."""
+    kinds = torch.cat((kinds[:, :1].expand(-1, columns - 1, -1, -1, -1), kinds[:, 1:]), 1)
+    return torch.cat((kinds[:1].expand(rows - 1, -1, -1, -1, -1), kinds[1:])).flatten(0, 2)
+
+
+def _arch(arch: str | dict) -> dict[str, Any]:
+    """The fields of an architecture; DTN's heads are the attention's unless they are said."""
+    said = dict(arch) if isinstance(arch, dict) else dict(base=arch)
+    base = said.pop('base', None)
+    fields = list(ARCHS['tiny'])
+    if base is not None:
+        if base not in ARCHS:
+            raise ValueError(f'arch={base!r}: choose one of {list(ARCHS)}, or a dict of {fields}.')
+        said = ARCHS[base] | said
+    if missing := set(fields) - said.keys():
+        raise ValueError(f'arch lacks {sorted(missing)}; it needs {fields}, and may have norm_heads.')
+    if unknown := said.keys() - {*fields, 'norm_heads'}:
+        raise ValueError(f'arch has unknown fields {sorted(unknown)}; known are {fields} and norm_heads.')
+    said.setdefault('norm_heads', said['num_heads'])
+    for name in ('depths', 'num_heads', 'norm_heads'):
+        if len(said[name]) != STAGES:
+            raise ValueError(f'arch: {name}={said[name]} should have a value for each of the {STAGES} stages.')
+    return said
+
+
+ARCHS: dict[str, dict[str, Any]] = dict(
+    tiny=dict(width=96, depths=(2, 2, 6, 2), num_heads=(3, 6, 12, 24), drop_path_rate=0.2),
+    small=dict(width=96, depths=(2, 2, 18, 2), num_heads=(3, 6, 12, 24), drop_path_rate=0.3),
+    base=dict(width=128, depths=(2, 2, 18, 2), num_heads=(4, 8, 16, 32), drop_path_rate=0.5),
+)

@@ -1,0 +1,170 @@
+"""Vision Transformers of one resolution, with DTN or any other normaliser in their blocks."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from mmengine.registry import MODELS
+from timm.layers import resample_abs_pos_embed_nhwc
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from .blocks import (
+    Backbone,
+    Block,
+    SpatialReductionAttention,
+    block_norm_cfg,
+    drop_path_rates,
+    pad_to_multiple,
+)
+
+
+@MODELS.register_module()
+class ViTDTN(Backbone):
+    """ViT (arXiv 2010.11929, as in DeiT) on maps ``B x H x W x C``, its first blocks normalised by DTN.
+
+    DTN needs a token's place on the grid, which a class token does not have: it joins after the blocks with DTN.
+
+    Args:
+        arch: ``'t' | 't*' | 's' | 's*' | 'b' | 'b*'``, or a dict of the fields of ``ARCHS``; with a name under
+            ``'base'``, only of those that differ from it.
+        norm_cfg: Normaliser of the first ``dtn_layers`` blocks: ``dict(type='DTN')``; ``dict(type='LN')`` is the
+            published ViT, or any registered one that works on ``B x H x W x C``. All other norms are LayerNorm.
+        dtn_layers: How many blocks take ``norm_cfg``.
+        cls_from: Block, from 0, before which the class token joins. None: for ``'cls_token'`` as soon as all blocks
+            that follow take LayerNorm, for the other outputs never.
+        out_indices: Blocks, from 0 or backwards from -1, whose maps ``'featmap'`` returns. Later blocks are not built.
+        out_type: ``'cls_token'``, a tuple of one ``B x C``; ``'avg_featmap'``, the same from the mean over the grid; or
+            ``'featmap'``, a tuple of ``B x C x H x W``. The last block is followed by a LayerNorm.
+        img_size: Side of the images for which the position embedding is held; it is resized for others.
+        patch_size: Side of a patch.
+        in_channels: Channels of the image.
+        drop_path_rate: Stochastic depth of the last block.
+        frozen_stages: -1 nothing, 0 the patch and position embedding, n also the first n blocks.
+        norm_eval: Keep batch norms, should ``norm_cfg`` bring any, in evaluation mode.
+        with_cp: Compute each block again in the backward pass, to save memory.
+        init_cfg: ``dict(type='Pretrained', checkpoint=..., prefix='backbone.')`` loads what MMPretrain saved.
+
+    Example:
+        >>> (features,) = ViTDTN('t*')(torch.randn(1, 3, 64, 96))
+        >>> (maps,) = ViTDTN('t*', out_type='featmap')(torch.randn(1, 3, 64, 96))
+        >>> features.shape, maps.shape
+        (torch.Size([1, 192]), torch.Size([1, 192, 4, 6]))
+    """
+
+    def __init__(
+        self,
+        arch: str | dict = 's*',
+        norm_cfg: dict = dict(type='DTN'),  # noqa: B006  # MM's convention; never written to
+        dtn_layers: int = 10,
+        cls_from: int | None = None,
+        out_indices: Sequence[int] = (-1,),
+        out_type: str = 'cls_token',
+        img_size: int = 224,
+        patch_size: int = 16,
+        in_channels: int = 3,
+        drop_path_rate: float = 0.1,
+        frozen_stages: int = -1,
+        norm_eval: bool = False,
+        with_cp: bool = False,
+        init_cfg: dict | None = None,
+    ) -> None:
+        super().__init__(frozen_stages, norm_eval, init_cfg)
+        a = _arch(arch)
+        width, depth, num_heads = a['width'], a['depth'], a['num_heads']
+        if out_type not in ('cls_token', 'avg_featmap', 'featmap'):
+            raise ValueError(f"out_type={out_type!r}: choose 'cls_token', 'avg_featmap' or 'featmap'.")
+        if not all(-depth <= i < depth for i in out_indices) or not 0 <= dtn_layers <= depth:
+            raise ValueError(f'out_indices={out_indices} or dtn_layers={dtn_layers} is not within {depth} blocks.')
+        if cls_from is None and out_type == 'cls_token':
+            cls_from = 0 if norm_cfg['type'] == 'LN' else dtn_layers
+        if cls_from is not None and not 0 <= cls_from < depth:
+            raise ValueError(
+                f'The class token cannot join before block {cls_from} of 0 to {depth - 1}: it would see no patch. '
+                f'Choose dtn_layers and cls_from below {depth}, or out_type={"avg_featmap"!r}.'
+            )
+        if cls_from is not None and cls_from < dtn_layers and norm_cfg['type'] == 'DTN':
+            raise ValueError(
+                f'The class token joins before block {cls_from}, but has no place on the grid that the first '
+                f'dtn_layers={dtn_layers} blocks need for DTN: cls_from should be {dtn_layers} or more.'
+            )
+        self.out_type = out_type
+        self.patch_size = patch_size
+        self.cls_from = cls_from
+        self.with_cp = with_cp
+        self.num_features = width
+        self.out_indices = tuple(i % depth for i in out_indices) if out_type == 'featmap' else (depth - 1,)
+
+        side = -(-img_size // patch_size)
+        self.patch_embed = nn.Conv2d(in_channels, width, patch_size, patch_size)
+        self.pos_embed = nn.Parameter(torch.zeros(1, side, side, width))
+        if cls_from is not None:
+            self.cls_token = nn.Parameter(torch.zeros(1, 1, 1, width))
+        norms = [norm_cfg] * dtn_layers + [dict(type='LN')] * (depth - dtn_layers)
+        self.blocks = nn.ModuleList(
+            Block(
+                width,
+                SpatialReductionAttention(width, num_heads),
+                a['mlp_ratio'],
+                rate,
+                block_norm_cfg(cfg, num_heads),
+            )
+            for rate, cfg in zip(drop_path_rates(drop_path_rate, depth), norms, strict=True)
+        )[: max(self.out_indices) + 1]
+        if depth - 1 in self.out_indices:
+            self.norm = nn.LayerNorm(width, eps=1e-6)
+        self.depth = depth
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        x = self.patch_embed(pad_to_multiple(x, self.patch_size, self.patch_size)).permute(0, 2, 3, 1)
+        x = x.contiguous() + resample_abs_pos_embed_nhwc(self.pos_embed, list(x.shape[1:3]))
+        grid = x.shape
+        outs = {}
+        for i, block in enumerate(self.blocks):
+            if i == self.cls_from:
+                # Without a grid, as one row: attention over all tokens and LayerNorm do not ask for more.
+                x = torch.cat((self.cls_token.expand(len(x), -1, -1, -1).to(x.dtype), x.flatten(1, 2)[:, None]), 2)
+            x = checkpoint(block, x, use_reentrant=False) if self.with_cp and x.requires_grad else block(x)
+            if i in self.out_indices:
+                outs[i] = x
+        if self.out_type == 'cls_token':
+            return (self.norm(x[:, 0, 0]),)
+        outs = {i: t if t.shape == grid else t[:, 0, 1:].reshape(grid) for i, t in outs.items()}
+        if self.depth - 1 in outs:
+            outs[self.depth - 1] = self.norm(outs[self.depth - 1])
+        if self.out_type == 'avg_featmap':
+            return (outs[self.depth - 1].mean((1, 2)),)
+        return tuple(outs[i].permute(0, 3, 1, 2).contiguous() for i in self.out_indices)
+
+    def frozen_parts(self) -> Iterator[nn.Module | nn.Parameter]:
+        yield self.patch_embed
+        yield self.pos_embed
+        yield from self.blocks[: self.frozen_stages]
+
+
+def _arch(arch: str | dict) -> dict[str, Any]:
+    said = dict(arch) if isinstance(arch, dict) else dict(base=arch)
+    base = said.pop('base', None)
+    fields = list(ARCHS['s'])
+    if base is not None:
+        if base not in ARCHS:
+            raise ValueError(f'arch={base!r}: choose one of {list(ARCHS)}, or a dict of {fields}.')
+        said = ARCHS[base] | said
+    if said.keys() != set(fields):
+        raise ValueError(f'arch has the fields {sorted(said)}; it needs just {fields}.')
+    return said
+
+
+def _vit(width: int, num_heads: int) -> dict[str, Any]:
+    return dict(width=width, depth=12, num_heads=num_heads, mlp_ratio=4)
+
+
+# With a star: heads as the published DTN models have them.
+ARCHS = {
+    't': _vit(192, 3),
+    't*': _vit(192, 4),
+    's': _vit(384, 6),
+    's*': _vit(432, 9),
+    'b': _vit(768, 12),
+    'b*': _vit(768, 16),
+}

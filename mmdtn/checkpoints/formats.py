@@ -1,0 +1,136 @@
+"""The published kinds of files: how each is recognised, read, and what of it a model of ours has no use for."""
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from .dtn import from_dtn_pvt, from_dtn_vit
+from .pvt import from_mmdet_pvt, from_pvt, from_timm_pvt_v2
+from .swin import from_microsoft_swin, from_mmdet_swin, from_mmpretrain_swin, from_timm_swin
+from .vit import from_timm_vit
+
+State = dict[str, Tensor]
+Heads = Callable[[str, State], int | None]
+
+
+def _pvt_heads(attention: str, state: State) -> int | None:
+    """Of ``attention``, as ``'stages.0.blocks.0.attn'``: every published PVT has these, and no tensor tells them."""
+    return (1, 2, 5, 8)[int(attention.split('.')[1])]
+
+
+def _vit_heads(attention: str, state: State) -> int | None:
+    return state[f'{attention}.q.weight'].shape[0] // 64  # so it is in all ViT and DeiT
+
+
+def _dtn_heads(attention: str, state: State) -> int | None:
+    """Those of the block's DTN; the last blocks of ViT have as many as the first, the last stage of PVT has 8."""
+    first = 'blocks.0.norm1.var_mix'
+    own = state.get(attention.removesuffix('attn') + 'norm1.var_mix')
+    own = state.get(first) if own is None else own
+    return 8 if own is None else own.shape[0]
+
+
+def _unsaid(attention: str, state: State) -> int | None:
+    """Swin's bias tables have the heads in their shape; of files of this package only the config tells them."""
+    return None
+
+
+@dataclass(frozen=True)
+class Format:
+    """``marks`` are patterns of which a file has all, ``misses`` those of which it has none."""
+
+    backbone: str  # the class of ours that such a file is for
+    marks: tuple[str, ...]
+    convert: Callable[[State], State]
+    heads: Heads
+    misses: tuple[str, ...] = ()
+    dropped: Mapping[str, str] = field(default_factory=dict)  # pattern: why
+
+    def recognises(self, keys: Iterable[str]) -> bool:
+        keys = list(keys)
+        return all(_any(m, keys) for m in self.marks) and not any(_any(m, keys) for m in self.misses)
+
+
+def _any(pattern: str, keys: list[str]) -> bool:
+    return any(re.match(pattern, key) for key in keys)
+
+
+_SWIN = {r'.*\.(relative_position_index|attn_mask)$': 'computed from the window size'}
+_DTN = {
+    r'.*\.pos_proj\.bias$': 'the softmax over neighbours cancels it',
+    r'.*\.rel_indices$': 'computed from the grid of each input',
+}
+FORMATS = {
+    'pvt': Format('PVTDTN', (r'patch_embed1\.', r'block1\.'), from_pvt, _pvt_heads, misses=(r'.*norm_weight$',)),
+    'mmdet-pvt': Format('PVTDTN', (r'layers\.0\.0\.projection', r'layers\.0\.1\.'), from_mmdet_pvt, _pvt_heads),
+    'timm-pvt': Format(
+        'PVTDTN', (r'patch_embed\.proj', r'stages\.0\.blocks\.0\.attn\.kv'), from_timm_pvt_v2, _pvt_heads
+    ),
+    'swin': Format(
+        'SwinDTN',
+        (r'layers\.0\.blocks\.0\.attn\.relative_position_bias_table', r'layers\.0\.downsample'),
+        from_microsoft_swin,
+        _unsaid,
+        dropped=_SWIN,
+    ),
+    'timm-swin': Format(
+        'SwinDTN',
+        (r'layers\.0\.blocks\.0\.attn\.relative_position_bias_table', r'layers\.3\.downsample'),
+        from_timm_swin,
+        _unsaid,
+        dropped=_SWIN,
+    ),
+    'mmdet-swin': Format(
+        'SwinDTN',
+        (r'stages\.0\.blocks\.0\.attn\.w_msa', r'norm[012]\.'),
+        from_mmdet_swin,
+        _unsaid,
+        dropped=_SWIN,
+    ),
+    'mmpretrain-swin': Format(
+        'SwinDTN',
+        (r'stages\.0\.blocks\.0\.attn\.w_msa', r'norm3\.'),
+        from_mmpretrain_swin,
+        _unsaid,
+        misses=(r'norm[012]\.',),
+        dropped=_SWIN,
+    ),
+    'timm-vit': Format(
+        'ViTDTN',
+        (r'patch_embed\.proj', r'blocks\.0\.attn\.qkv', 'cls_token', 'pos_embed'),
+        from_timm_vit,
+        _vit_heads,
+        misses=(r'.*norm_weight$', 'dist_token'),
+    ),
+    'dtn-pvt': Format('PVTDTN', (r'patch_embed1\.', r'.*\.var_norm_weight$'), from_dtn_pvt, _dtn_heads, dropped=_DTN),
+    'dtn-vit': Format(
+        'ViTDTN', (r'patch_embed\.proj', r'.*\.var_norm_weight$'), from_dtn_vit, _dtn_heads, dropped=_DTN
+    ),
+    'mmdtn-pvt': Format('PVTDTN', (r'stages\.0\.patch_embed\.proj',), dict, _unsaid),
+    'mmdtn-swin': Format('SwinDTN', (r'stages\.0\.blocks\.0\.attn\.relative_position_bias_table',), dict, _unsaid),
+    'mmdtn-vit': Format('ViTDTN', (r'blocks\.0\.attn\.q\.',), dict, _unsaid),
+}
+# What users say, where it is not the name of one format: the candidates.
+GROUPS = {
+    'timm': ('timm-pvt', 'timm-swin', 'timm-vit'),
+    'dtn': ('dtn-pvt', 'dtn-vit'),
+    'mmdtn': ('mmdtn-pvt', 'mmdtn-swin', 'mmdtn-vit'),
+    'auto': tuple(FORMATS),
+}
+
+
+CHOICES = ('pvt', 'mmdet-pvt', 'swin', 'mmdet-swin', 'mmpretrain-swin', *GROUPS)
+
+
+def recognise(keys: Iterable[str], said: str) -> str:
+    """The one format that has such keys, among those that ``said`` stands for."""
+    if said not in CHOICES:
+        raise ValueError(f'Unknown format {said!r}; choose one of {", ".join(CHOICES)}.')
+    keys, among = list(keys), GROUPS.get(said, (said,))
+    fitting = [name for name in among if FORMATS[name].recognises(keys)]
+    if len(fitting) != 1:
+        found = f'fit {fitting}' if fitting else 'fit none of them'
+        raise ValueError(f'Tried the formats {", ".join(among)}: the keys {found}. The first keys are {keys[:4]}.')
+    return fitting[0]

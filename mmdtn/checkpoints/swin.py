@@ -1,0 +1,62 @@
+"""State dicts of other people's Swin as ours; as functions of key and tensor alone.
+
+What a model computes for itself, indices and masks, is left out, and so is a classifier's ``head``.
+"""
+
+import re
+
+from torch import Tensor
+
+State = dict[str, Tensor]
+
+
+def from_mmdet_swin(state: State) -> State:
+    """MMDetection's ``SwinTransformer``."""
+    out: State = {}
+    for key, value in _rename(state, 'stages', merging_first=False, whose="MMDetection's SwinTransformer").items():
+        if re.search(r'\.downsample\.(norm|reduction)\.', key):
+            # Of the four tokens that are merged theirs count channel, row, column; ours column, row, channel.
+            value = value.unflatten(-1, (-1, 2, 2)).transpose(-1, -3).flatten(-3)
+        for theirs, ours in {
+            'patch_embed.projection.': 'patch_embed.proj.',
+            '.attn.w_msa.': '.attn.',
+            '.ffn.layers.0.0.': '.mlp.fc1.',
+            '.ffn.layers.1.': '.mlp.fc2.',
+        }.items():
+            key = key.replace(theirs, ours)
+        out[key] = value
+    return out
+
+
+def from_mmpretrain_swin(state: State) -> State:
+    """MMPretrain's ``SwinTransformer``, which has the layout of MMDetection's, and one norm at the end."""
+    return from_mmdet_swin(state)
+
+
+def from_microsoft_swin(state: State) -> State:
+    """Microsoft's ``swin_*_patch4_window7_224.pth``: what its key ``model`` holds."""
+    return _rename(state, 'layers', merging_first=False, whose="Microsoft's Swin")
+
+
+def from_timm_swin(state: State) -> State:
+    """timm's ``swin_*``."""
+    return _rename(state, 'layers', merging_first=True, whose="timm's Swin")
+
+
+def _rename(state: State, stages: str, merging_first: bool, whose: str) -> State:
+    """Our names of stages and norms. Our stages begin with a patch merging; others end with that of the next stage."""
+    out: State = {}
+    for key, value in state.items():
+        if key.startswith('head.') or key.endswith(('.relative_position_index', '.attn_mask')):
+            continue
+        if match := re.fullmatch(rf'{stages}\.(\d)\.(blocks|downsample)\.(.+)', key):
+            stage, part, rest = int(match[1]), match[2], match[3]
+            if part == 'downsample':
+                stage += not merging_first
+                if not 1 <= stage <= 3:
+                    raise ValueError(f'{key} is no key of {whose}: its patch mergings have other places.')
+            key = f'stages.{stage}.{part}.{rest}'
+        elif not re.match(r'(patch_embed|norm[0-3]?)\.', key):
+            raise ValueError(f'{key} is no key of {whose}.')
+        out[re.sub(r'^norm\.', 'norm3.', key)] = value
+    return out

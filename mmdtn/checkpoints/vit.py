@@ -1,0 +1,26 @@
+"""State dicts of other people's ViT as ours; as functions of key and shape alone."""
+
+from torch import Tensor
+
+State = dict[str, Tensor]
+
+
+def from_timm_vit(state: State) -> State:
+    """timm's ``vit_*`` and ``deit_*`` with a class token; a square position embedding, perhaps led by the token's."""
+    out: State = {}
+    for key, value in state.items():
+        if not key.startswith(('cls_token', 'pos_embed', 'patch_embed.proj.', 'blocks.', 'norm.')):
+            raise ValueError(f"{key} is no key of timm's ViT.")
+        if key == 'pos_embed':
+            side = int(value.shape[1] ** 0.5)
+            out[key] = value[:, value.shape[1] - side * side :].reshape(1, side, side, -1)
+        elif key == 'cls_token':  # ours has no position, so that it can join anywhere
+            position = state['pos_embed']
+            leads = position.shape[1] != int(position.shape[1] ** 0.5) ** 2
+            out[key] = (value + position[:, :1] if leads else value)[:, None]
+        elif '.attn.qkv.' in key:
+            C = value.shape[0] // 3
+            out[key.replace('qkv', 'q')], out[key.replace('qkv', 'kv')] = value[:C], value[C:]
+        else:
+            out[key.replace('patch_embed.proj', 'patch_embed')] = value
+    return out
