@@ -1,6 +1,6 @@
 from .convert import Report, convert
 from .dtn import from_dtn_pvt, from_dtn_vit
-from .files import read, write
+from .files import load, read, write
 from .formats import CHOICES
 from .pvt import from_mmdet_pvt, from_pvt, from_timm_pvt_v2
 from .swin import from_microsoft_swin, from_mmdet_swin, from_mmpretrain_swin, from_timm_swin
@@ -20,6 +20,7 @@ __all__ = [
     'from_timm_pvt_v2',
     'from_timm_swin',
     'from_timm_vit',
+    'load',
     'read',
     'write',
 ]

@@ -73,7 +73,7 @@ def split(state: State) -> tuple[State, State]:
         theirs = {key.removeprefix('backbone.'): value for key, value in state.items() if key.startswith('backbone.')}
         return theirs, {key: value for key, value in state.items() if not key.startswith('backbone.')}
     theirs = {key: value for key, value in state.items() if not key.startswith('head.')}
-    rest = {re.sub(r'^head\.(fc\.)?', 'head.fc.', key): state[key] for key in state.keys() - theirs.keys()}
+    rest = {re.sub(r'^head\.(fc\.)?', 'head.fc.', key): state[key] for key in state if key not in theirs}
     return theirs, rest
 
 
@@ -98,7 +98,7 @@ def _fit(ours: State, target: State, report: Report, resize: bool, ends: str = E
     report.dropped |= dict.fromkeys(extra, 'the target has no such part')
     out = {}
     wrong = []
-    for key in ours.keys() - set(extra):
+    for key in (key for key in ours if key in target):
         value, want = ours[key], target[key]
         if value.shape != want.shape and resize and (resized := _resize(key, value, want)) is not None:
             report.filled[key] = f'resized from {tuple(value.shape)} to {tuple(want.shape)}'
@@ -111,7 +111,7 @@ def _fit(ours: State, target: State, report: Report, resize: bool, ends: str = E
         else:
             out[key] = value.to(want.dtype).clone()
     if wrong:
-        raise ValueError(f'Tensors that do not fit: {_some(sorted(wrong))}.')
+        raise ValueError(f'Tensors that do not fit: {_some(wrong)}.')
     return out
 
 
@@ -179,12 +179,12 @@ def _fill(ours: State, target: State, report: Report, backbone: nn.Module, warm_
             out[key], report.filled[key] = target[key].clone(), 'local start'
         else:
             out[key], report.filled[key] = torch.full_like(target[key], _logit(warm_start)), f'lambda {warm_start}'
-    for key in set(missing) - set(without):
+    for key in (key for key in missing if key not in without):
         if re.search(r'\.attn\.(q|kv)\.bias$', key):  # the authors' ViT has none
             out[key], report.filled[key] = torch.zeros_like(target[key]), 'zero: the file has no such bias'
         elif re.fullmatch(ENDS, key):
             report.kept.append(key)
-    if lost := sorted(set(missing) - out.keys() - set(report.kept)):
+    if lost := [key for key in missing if key not in out and key not in report.kept]:
         raise ValueError(f'The file has no {_some(lost)}, which the target needs: cut short, or another architecture?')
     return out
 

@@ -30,7 +30,7 @@ def read(source: str | Path) -> State:
     Takes what classifiers', detectors' and bare models' files hold under ``state_dict`` or ``model``, without the
     ``module.`` that distributed training puts in front.
     """
-    checkpoint = _load(str(source))
+    checkpoint = load(str(source))
     for key in ('state_dict', 'model', 'module'):
         if isinstance(checkpoint, dict) and isinstance(checkpoint.get(key), dict):
             checkpoint = checkpoint[key]
@@ -66,7 +66,8 @@ def write(path: str | Path, checkpoint: dict[str, Any]) -> None:
         raise
 
 
-def _load(source: str) -> Any:
+def load(source: str) -> Any:
+    """All that a checkpoint holds; whatever would run code on loading is refused."""
     if source.startswith(('http://', 'https://')):
         # Cached on disk, which mmengine's backend does not do.
         name = Path(torch.hub.get_dir()) / 'checkpoints' / source.split('?')[0].rpartition('/')[2]

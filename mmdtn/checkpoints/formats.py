@@ -32,8 +32,16 @@ def _dtn_heads(attention: str, state: State) -> int | None:
     return 8 if own is None else own.shape[0]
 
 
+def _own_pvt_heads(attention: str, state: State) -> int | None:
+    """Of files of this package only the config tells them, but with LayerNorm at published widths these."""
+    stage, width = int(attention.split('.')[1]), state[f'{attention}.q.weight'].shape[0]
+    published = width in ((32, 64), (64, 128), (160, 320), (256, 512))[stage]
+    with_dtn = any(key.endswith('.var_mix') for key in state)
+    return _pvt_heads(attention, state) if published and not with_dtn else None
+
+
 def _unsaid(attention: str, state: State) -> int | None:
-    """Swin's bias tables have the heads in their shape; of files of this package only the config tells them."""
+    """Swin's bias tables have the heads in their shape; ViT has them as its config says."""
     return None
 
 
@@ -108,7 +116,7 @@ FORMATS = {
     'dtn-vit': Format(
         'ViTDTN', (r'patch_embed\.proj', r'.*\.var_norm_weight$'), from_dtn_vit, _dtn_heads, dropped=_DTN
     ),
-    'mmdtn-pvt': Format('PVTDTN', (r'stages\.0\.patch_embed\.proj',), dict, _unsaid),
+    'mmdtn-pvt': Format('PVTDTN', (r'stages\.0\.patch_embed\.proj',), dict, _own_pvt_heads),
     'mmdtn-swin': Format('SwinDTN', (r'stages\.0\.blocks\.0\.attn\.relative_position_bias_table',), dict, _unsaid),
     'mmdtn-vit': Format('ViTDTN', (r'blocks\.0\.attn\.q\.',), dict, _unsaid),
 }

@@ -19,7 +19,7 @@ def load(path: Path) -> Config:
     import_modules_from_strings(**cfg.custom_imports)
     init_default_scope(cfg.default_scope)
     if 'init_cfg' in cfg.model.backbone:
-        assert cfg.model.backbone.init_cfg.prefix == 'backbone.'
+        assert cfg.model.backbone.init_cfg.get('prefix', 'backbone.') == 'backbone.'
         cfg.model.backbone.init_cfg = None
     return cfg
 

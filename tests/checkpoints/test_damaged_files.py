@@ -1,0 +1,191 @@
+"""Files cut short, damaged, of another kind or changed: an error that says what is wrong, or the right model."""
+
+import io
+import random
+import sys
+
+import pytest
+import timm
+import torch
+
+from mmdtn.backbones import PVTDTN
+from mmdtn.checkpoints import convert, read
+from tools.model_converters import convert as command
+
+SMALL = dict(base='b0', depths=(1, 1, 1, 1), widths=(8, 16, 40, 64), mlp_ratios=(1, 1, 1, 1))
+
+
+def small_state():
+    torch.manual_seed(0)
+    peer = timm.create_model(
+        'pvt_v2_b0', depths=(1, 1, 1, 1), embed_dims=(8, 16, 40, 64), mlp_ratios=(1, 1, 1, 1), num_classes=3
+    )
+    return dict(peer.state_dict())
+
+
+def as_bytes(checkpoint, **options):
+    buffer = io.BytesIO()
+    torch.save(checkpoint, buffer, **options)
+    return buffer.getvalue()
+
+
+def backbone():
+    return PVTDTN(SMALL, norm_cfg=dict(type='LN'), out_type='cls_token')
+
+
+def drop(state, rng):
+    del state[rng.choice(list(state))]
+
+
+def rename(state, rng):
+    key = rng.choice(list(state))
+    at = rng.randrange(len(key))
+    state[key[:at] + rng.choice('xyz_.0') + key[at + 1 :]] = state.pop(key)
+
+
+def reshape(state, rng):
+    key = rng.choice(list(state))
+    value = state[key]
+    state[key] = rng.choice([value.flatten()[:-1], value[None], value.flatten()[:, None], value[..., :0]])
+
+
+def retype(state, rng):
+    key = rng.choice(list(state))
+    state[key] = rng.choice([state[key].long(), state[key].bool(), state[key] * float('nan'), 'text', [1.0], None])
+
+
+def flip(data, rng):
+    at = rng.randrange(len(data))
+    return data[:at] + bytes([data[at] ^ 1 << rng.randrange(8)]) + data[at + 1 :]
+
+
+def cut(data, rng):
+    return data[: rng.randrange(len(data))]
+
+
+@pytest.mark.parametrize('seed', range(120))
+def test_a_changed_file_is_refused_or_read_right(seed, tmp_path):
+    rng = random.Random(seed)
+    state = small_state()
+    right, _ = convert(state, backbone())
+    change = (drop, rename, reshape, retype, flip, cut)[seed % 6]
+    if change in (flip, cut):
+        data = change(as_bytes(state), rng)
+    else:
+        change(state, rng)
+        data = as_bytes(state)
+    (tmp_path / 'file.pth').write_bytes(data)
+    try:
+        got, _ = convert(read(tmp_path / 'file.pth'), backbone())
+    except ValueError as error:
+        assert 20 < len(str(error)) < 1000
+        return
+    assert change in (drop, rename, retype, reshape, flip)  # of the classifier that a backbone has no use for, and
+    assert got.keys() == right.keys()  # of bytes between the parts of a zip file
+    for key, value in right.items():
+        assert torch.equal(got[key], value), key
+
+
+def test_files_of_other_kinds_are_refused_and_run_nothing(tmp_path):
+    class Evil:
+        def __reduce__(self):
+            return (open, (str(tmp_path / 'was_here'), 'w'))
+
+    contents = {
+        'evil': as_bytes(dict(state_dict=small_state(), evil=Evil())),
+        'module': as_bytes(torch.nn.Linear(2, 2)),
+        'list': as_bytes([1, 2]),
+        'empty': b'',
+        'text': b'this is no checkpoint',
+        'old and cut': as_bytes(small_state(), _use_new_zipfile_serialization=False)[:-100],
+        'no weights': as_bytes(dict(state_dict=dict(), epoch=3)),
+    }
+    for name, data in contents.items():
+        (tmp_path / name).write_bytes(data)
+        with pytest.raises(ValueError, match=name):
+            read(tmp_path / name)
+    assert not (tmp_path / 'was_here').exists()
+    with pytest.raises(FileNotFoundError, match=r'no checkpoint .*missing'):
+        read(tmp_path / 'missing')
+
+
+@pytest.mark.parametrize('old', [False, True])
+def test_what_mmengine_saves_is_read(tmp_path, old):
+    import numpy as np
+    from mmengine.logging import MessageHub
+
+    hub = MessageHub.get_instance('files')
+    hub.update_scalar('train/loss', 1.0)
+    hub.update_info('epoch', np.int64(3))
+    state = small_state()
+    checkpoint = dict(
+        state_dict={f'module.{key}': value for key, value in state.items()},
+        message_hub=hub.state_dict(),
+        optimizer=torch.optim.AdamW([torch.nn.Parameter(torch.zeros(2))]).state_dict(),
+        meta=dict(epoch=1, time='now', random=np.random.get_state(), score=np.float32(1)),
+    )
+    torch.save(checkpoint, tmp_path / 'epoch_1.pth', _use_new_zipfile_serialization=not old)
+    got = read(tmp_path / 'epoch_1.pth')
+    assert got.keys() == state.keys() and all(torch.equal(got[key], state[key]) for key in state)
+
+
+@pytest.mark.parametrize(
+    ('change', 'words'),
+    [
+        (
+            lambda s: s.clear() or s.update({'conv1.weight': torch.zeros(1)}),
+            r'Tried the formats pvt, mmdet-pvt.*fit none',
+        ),
+        (lambda s: s.update({'patch_embed1.x': s['head.bias'], 'block1.0.x': s['head.bias']}), 'fit .*pvt.*timm-pvt'),
+        (lambda s: s.pop('stages.1.blocks.0.norm1.bias'), r'no stages\.1\.blocks\.0\.norm1\.bias'),
+        (
+            lambda s: s.update({'stages.0.blocks.0.norm1.bias': torch.zeros(9)}),
+            r'norm1\.bias is \(9,\) in the file, \(8,\) in the target',
+        ),
+        (lambda s: s.update({'stages.0.blocks.1.norm1.bias': torch.zeros(8)}), 'another depth'),
+        (lambda s: s.update({'extra.weight': torch.zeros(8)}), r'extra\.weight is no key of timm'),
+    ],
+)
+def test_errors_name_what_does_not_fit(change, words):
+    state = small_state()
+    change(state)
+    with pytest.raises(ValueError, match=words):
+        convert(state, backbone())
+
+
+def test_embeddings_resize_only_when_asked():
+    small = PVTDTN(dict(SMALL, version=1), norm_cfg=dict(type='LN'), img_size=96)
+    large = PVTDTN(dict(SMALL, version=1), norm_cfg=dict(type='LN'), img_size=224)
+    with pytest.raises(ValueError, match=r'pos_embed is \(1, 24, 24, 8\) in the file, \(1, 56, 56, 8\).*--resize'):
+        convert(small.state_dict(), large)
+    state, report = convert(small.state_dict(), large, resize=True)
+    assert state['stages.0.pos_embed'].shape == (1, 56, 56, 8)
+    assert report.filled['stages.0.pos_embed'] == 'resized from (1, 24, 24, 8) to (1, 56, 56, 8)'
+
+
+def test_nothing_is_left_behind_where_conversion_fails(tmp_path, monkeypatch):
+    state = small_state()
+    state.pop('stages.1.blocks.0.norm1.bias')
+    torch.save(state, tmp_path / 'broken.pth')
+    monkeypatch.setattr(
+        sys, 'argv', ['convert.py', f'{tmp_path}/broken.pth', '--to', 'b0', '--out', f'{tmp_path}/o.pth']
+    )
+    with pytest.raises(SystemExit, match=r'broken\.pth was not converted'):
+        command.main()
+    assert [p.name for p in tmp_path.iterdir()] == ['broken.pth']
+
+
+def test_a_full_disk_leaves_the_old_file(tmp_path, monkeypatch):
+    from mmdtn.checkpoints import write
+
+    write(tmp_path / 'model.pth', dict(state_dict=dict(a=torch.ones(1))))
+
+    def full(checkpoint, file):
+        file.write(b'half of it')
+        raise OSError('No space left on device')
+
+    monkeypatch.setattr(torch, 'save', full)
+    with pytest.raises(OSError, match='No space'):
+        write(tmp_path / 'model.pth', dict(state_dict=dict(a=torch.zeros(1))))
+    assert [p.name for p in tmp_path.iterdir()] == ['model.pth']
+    assert read(tmp_path / 'model.pth')['a'] == 1

@@ -1,0 +1,114 @@
+"""A LayerNorm model turned into a DTN model computes, at first, what it did."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from mmengine.config import Config
+from mmengine.registry import MODELS
+
+from mmdtn.backbones import PVTDTN, SwinDTN
+from mmdtn.checkpoints import convert
+from mmdtn.norms import DTN
+from mmdtn.norms.dtn import local_start
+
+from ..backbones.helpers import randomised
+from . import published
+
+LN = dict(type='LN')
+PVT = dict(base='tiny', num_heads=(1, 2, 5, 8), norm_heads=(4, 4, 5, 8))
+WARM = {
+    'pvt': (PVTDTN, dict(arch='tiny'), dict(arch=PVT, norm_cfg=dict(type='DTN', prenorm=False, eps=1e-6))),
+    'pvt_v2': (
+        PVTDTN,
+        dict(arch='b0'),
+        dict(arch=dict(PVT, base='b0'), norm_cfg=dict(type='DTN', prenorm=False, eps=1e-6)),
+    ),
+    'swin': (SwinDTN, dict(arch='tiny'), dict(arch='tiny', norm_cfg=dict(type='DTN', prenorm=False))),
+}
+
+
+@pytest.mark.parametrize('kind', WARM)
+@torch.no_grad()
+def test_outputs_stay(kind):
+    backbone, options, warm = WARM[kind]
+    before = backbone(**options, norm_cfg=LN)
+    before.init_weights()
+    randomised(before)
+    x = torch.randn(2, 3, 96, 128)
+    want = before(x)
+    for start, tolerance in ((1.0, 1e-5), (0.999, 1e-2)):
+        after = backbone(**warm).eval()
+        state, report = convert(before.state_dict(), after, warm_start=start)
+        assert report.kept == [] and report.dropped == {}
+        after.load_state_dict(state)
+        layers = [m for m in after.modules() if isinstance(m, DTN)]
+        assert len(report.filled) == 3 * len(layers)
+        for layer in layers:
+            torch.testing.assert_close(layer.mean_mix.sigmoid(), torch.full_like(layer.mean_mix, start))
+            assert torch.equal(layer.var_mix, layer.mean_mix) and layer.mean_mix.isfinite().all()
+            local = torch.tensor(local_start(layer.num_heads))
+            assert torch.equal(layer.position[: len(local)], local)
+        for got, expected in zip(after(x), want, strict=True):
+            if start == 1:
+                torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+            assert (got - expected).norm() <= tolerance * expected.norm()
+            assert start == 1 or not torch.equal(got, expected)
+
+
+def test_the_lambdas_can_be_learned_from_there():
+    model = PVTDTN(PVT, norm_cfg=dict(type='DTN', prenorm=False, eps=1e-6), drop_path_rate=0.0)
+    state, _ = convert(PVTDTN('tiny', norm_cfg=LN).state_dict(), model, warm_start=0.999)
+    model.load_state_dict(state)
+    sum(m.square().mean() for m in model(torch.randn(1, 3, 64, 64))).backward()
+    assert all(m.mean_mix.grad.abs().max() > 0 for m in model.modules() if isinstance(m, DTN))
+
+
+def test_our_own_layernorm_model_keeps_its_attention():
+    with pytest.raises(ValueError, match='has 1 heads in mmdtn-pvt files, but 4 in the target'):
+        wrong = PVTDTN('tiny', norm_cfg=dict(type='DTN', prenorm=False))
+        convert(PVTDTN('tiny', norm_cfg=LN).state_dict(), wrong, warm_start=0.999)
+
+
+@pytest.mark.parametrize(
+    ('options', 'start', 'words'),
+    [
+        (
+            dict(arch='tiny', norm_cfg=dict(type='DTN', prenorm=False)),
+            0.999,
+            'has 1 heads in .* 4 in the target.*num_heads',
+        ),
+        (dict(arch=PVT), 0.999, 'prenorm=False'),
+        (dict(arch=PVT, norm_cfg=dict(type='DTN', prenorm=False, mean_lambda=0.5)), 0.999, 'both lambdas learned'),
+        (dict(arch=PVT, norm_cfg=dict(type='DTN', prenorm=False)), None, 'mean_mix.*--warm-start'),
+        (dict(arch=PVT, norm_cfg=dict(type='DTN', prenorm=False)), 1.5, 'warm_start=1.5'),
+        (dict(arch='tiny', norm_cfg=LN), 0.999, 'no DTN layer'),
+    ],
+)
+def test_what_would_not_be_the_same_model_is_refused(options, start, words):
+    with pytest.raises(ValueError, match=words):
+        convert(published.mmdet_pvt().file['state_dict'], PVTDTN(**options), warm_start=start)
+
+
+CONFIGS = sorted((Path(__file__).parents[2] / 'configs').glob('*/*_warmstart_*.py'))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('path', CONFIGS, ids=lambda path: path.stem)
+@torch.no_grad()
+def test_shipped_configs_start_from_the_published_file(path, tmp_path):
+    peer = published.pvt() if 'pvt' in path.name else published.swin()
+    torch.save(peer.file, tmp_path / 'theirs.pth')
+    cfg = Config.fromfile(path).model.backbone
+    assert cfg.init_cfg.warm_start == 0.999
+    cfg.init_cfg.checkpoint = str(tmp_path / 'theirs.pth')
+    maps = []
+    for norm_cfg in (cfg.norm_cfg, LN):
+        options = dict(cfg, norm_cfg=norm_cfg, init_cfg=dict(cfg.init_cfg))
+        if norm_cfg is LN:
+            del options['init_cfg']['warm_start']
+        model = MODELS.build(options)
+        model.init_weights()
+        maps.append(model.eval()(torch.ones(1, 3, 64, 96).cumsum(-1) / 50))
+    for got, want in zip(*maps, strict=True):
+        assert 0 < (got - want).norm() <= 1e-2 * want.norm()

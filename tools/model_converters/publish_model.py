@@ -1,0 +1,36 @@
+"""Makes a checkpoint fit to be given to others: python tools/model_converters/publish_model.py EPOCH.pth OUT.pth
+
+Keeps the weights and the meta with its config, drops the states of optimizer, schedule and logs, and puts the first
+eight digits of the file's SHA-256 into its name, as torch.hub and MM's model zoos expect: OUT-1a2b3c4d.pth.
+"""
+
+import argparse
+import hashlib
+from pathlib import Path
+
+from mmdtn import checkpoints
+
+
+def publish(source: str, out: Path) -> Path:
+    checkpoint = checkpoints.load(source)
+    weights = {key: value.clone() for key, value in checkpoints.read(source).items()}  # views would save whole storages
+    if 'cfg' not in checkpoint.get('meta', {}):
+        print(f'{source} has no config in its meta: whoever gets the file has to be told how the model was built.')
+    checkpoints.write(out, dict(meta=checkpoint.get('meta', {}), state_dict=weights))
+    digest = hashlib.sha256(out.read_bytes()).hexdigest()[:8]
+    return out.rename(out.with_name(f'{out.stem}-{digest}.pth'))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument('source')
+    parser.add_argument('out', type=Path)
+    args = parser.parse_args()
+    try:
+        print(f'written: {publish(args.source, args.out)}')
+    except (ValueError, FileNotFoundError) as error:
+        raise SystemExit(str(error)) from None
+
+
+if __name__ == '__main__':
+    main()
