@@ -46,20 +46,20 @@ class _DTN(torch.autograd.Function):
             # Cells are made outside the compiled region, which then has plain sizes to reason about.
             cells, present = split(x.contiguous(), settings.pool_size)
             y, saved = run(cells, present, weight, bias, mean_lambda, var_lambda, position, settings, dtype)
-        ctx.save_for_backward(x, weight, mean_lambda, var_lambda, position, *saved)
+        ctx.save_for_backward(x, weight, mean_lambda, var_lambda, *saved)
         ctx.settings, ctx.compiled = settings, compiled
         return merge(y, height, width)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        x, weight, mean_lambda, var_lambda, position, *saved = ctx.saved_tensors
+        x, weight, mean_lambda, var_lambda, *saved = ctx.saved_tensors
         run = _region(function.backward, ctx.settings, x.shape[-1]) if ctx.compiled else function.backward
         _, height, width, _ = x.shape
         with _no_autocast(x.device.type):
             cells, present = split(x.contiguous(), ctx.settings.pool_size)
             grad, _ = split(grad.contiguous(), ctx.settings.pool_size)
-            tensors = (grad, cells, present, weight, mean_lambda, var_lambda, position)
+            tensors = (grad, cells, present, weight, mean_lambda, var_lambda)
             grad_cells, *grads = run(*tensors, Saved(*saved), ctx.settings)
         return (merge(grad_cells, height, width), *grads, None, None, None)
 

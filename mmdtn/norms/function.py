@@ -2,7 +2,8 @@
 
 Plain autograd would keep about ten tensors of the input's size. This keeps the input, a few numbers per token and what
 was pooled, and computes the rest again; checkpointing keeps as little, but its backward runs autograd's many passes.
-Both directions work in place where they can: the time goes into touching memory, most of all fresh memory.
+Both directions work in place where they can: the time goes into touching memory, most of all fresh memory. For the
+same reason the constant factors of a channel, ``weight`` among them, wait until a pass over the tokens needs them.
 
 Letters as in the paper: ``z`` the (pre-normalised) token, ``M`` and ``V`` mean and variance of its neighbourhood, ``l``
 and ``k`` the lambdas of mean and variance. Tokens are ``B x h x s x w x s x K x c``, cells of tokens
@@ -14,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .moments import Pair, axis_kernel, axis_kernel_backward, cell_sum, make_pair, mix, mix_backward
+from .moments import Pair, axis_kernel, axis_kernel_backward, cell_sum, into, make_pair, mix, mix_backward
 
 
 class Settings(NamedTuple):
@@ -35,8 +36,11 @@ class Saved(NamedTuple):
     scale: Tensor | None  # with prenorm: 1 / RMS of each head's slice of a token
     mean: Tensor  # of a token, over all channels
     var: Tensor
+    shift: Tensor  # mean of all cells of an image
     cell_mean: Tensor | None  # with cells larger than a token
-    cell_var: Tensor | None
+    cell_second: Tensor | None  # mean of (z - shift)^2 over a cell
+    rows: Tensor  # P along the rows of the grid, and along its columns
+    columns: Tensor
 
 
 def forward(
@@ -58,17 +62,22 @@ def forward(
     scale = None
     if s.prenorm:
         scale = torch.linalg.vector_norm(z, dim=-1, keepdim=True).square_().div_(z.shape[-1]).add_(s.eps).rsqrt_()
-    z = _prenormalise(z, scale)
+    z = _prenormalise(z, scale, torch.empty_like(z))
     mean = z.flatten(-2).mean(-1)[..., None, None]
     spare = z - mean
-    var = spare.square_().flatten(-2).sum(-1)[..., None, None].div_(x.shape[-1] - int(s.unbiased))
-    cell_mean, cell_var = _pool(z, present, s, spare) if s.pool_size > 1 else (None, None)
-    rows, columns = _kernels(position, z, s)
-    shift, _, mixed, _ = _neighbourhood(z, cell_mean, cell_var, rows, columns)
-    M, V = _as_cells(mixed)
-    _normalise(z, mean, var, M.add_(shift), V, mean_lambda[:, None], var_lambda[:, None], s, inv_std=spare)
-    y = z.mul_(weight.view(z.shape[-2:])).add_(bias.view(z.shape[-2:]))
-    return y.view(x.shape).to(dtype), Saved(scale, mean, var, cell_mean, cell_var)
+    var = torch.linalg.vector_norm(spare, dim=(-2, -1), keepdim=True).square_().div_(x.shape[-1] - int(s.unbiased))
+    cell_mean = None if s.pool_size == 1 else _mean_of_cells(z, present, s)
+    shift = (z if cell_mean is None else cell_mean).mean((1, 3), keepdim=True)
+    cell_second = None
+    if s.pool_size > 1 and s.pool_second_moment:
+        squares = into(spare, torch.sub, z, shift).square_()
+        cell_second = _mean_of_cells(squares if present is None else squares.mul_(present[..., None]), present, s)
+    saved = Saved(scale, mean, var, shift, cell_mean, cell_second, *_kernels(position, z, s))
+    _, mixed, _ = _neighbourhood(z, saved)
+    z, variance = _centre(z, saved, mixed, mean_lambda[:, None], var_lambda[:, None], s, spare)
+    z.mul_(variance.rsqrt_())
+    y = into(z, torch.addcmul, bias.view(z.shape[-2:]), z, weight.view(z.shape[-2:]))
+    return y.view(x.shape).to(dtype), saved
 
 
 def backward(
@@ -78,66 +87,62 @@ def backward(
     weight: Tensor,
     mean_lambda: Tensor,
     var_lambda: Tensor,
-    position: Tensor,
     saved: Saved,
     s: Settings,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """From the gradient of the output those of x, weight, bias, the two lambdas and the position."""
-    scale, mean, var, cell_mean, cell_var = saved
+    scale, mean, var, shift, _, cell_second, rows, columns = saved
     g = _by_head(grad, s)
-    n = _prenormalise(_by_head(x, s), scale)
-    K, c = n.shape[-2:]
+    z = _prenormalise(_by_head(x, s), scale, torch.empty_like(g))
+    K, c = z.shape[-2:]
     C = K * c
-    l, k = mean_lambda[:, None], var_lambda[:, None]
-    rows, columns = _kernels(position, n, s)
-    shift, pair, mixed, mixed_rows = _neighbourhood(n, cell_mean, cell_var, rows, columns)
-    M, V = _as_cells(mixed)
-    local = M + shift
-    inv_std = torch.empty_like(n)
-    _normalise(n, mean, var, local, V, l, k, s, inv_std)
+    l, k, w = mean_lambda[:, None], var_lambda[:, None], weight.view(K, c)
+    pair, mixed, mixed_rows = _neighbourhood(z, saved)
+    z, variance = _centre(z, saved, mixed, l, k, s, torch.empty_like(z))
 
-    # y = weight * n + bias with n = (z - mu) * inv_std: d is the gradient of z - mu, e that of the mixed variance.
-    d = g * n
-    grad_weight = _sum_tokens(d)
+    # y = weight * z / sqrt(variance) + bias: weight * d is the gradient of z, -weight / 2 * e that of the variance.
+    d = variance.rsqrt().mul_(g)
+    e = z.mul_(d)
+    grad_weight = _sum_tokens(e)
     grad_bias = _sum_tokens(g)
-    d.copy_(g).mul_(inv_std).mul_(weight.view(K, c))
-    e = n.mul_(d).mul_(inv_std).mul_(-0.5)
-    d_cells, e_cells = (cell_sum(t.flatten(-2)).unflatten(-1, (K, c)) for t in (d, e))
+    e.div_(variance)
+    d_cells, e_cells = (cell_sum(t.flatten(-2)).squeeze(4).squeeze(2).unflatten(-1, (K, c)) for t in (d, e))
     flat_d, flat_e = d.view(-1, C), e.view(-1, C)
-    grad_mean_lambda = (_sum_tokens(local.mul_(d_cells)) - flat_d.mT @ mean.view(-1)).view(K, c).sum(-1)
-    grad_var_lambda = (flat_e.mT @ var.view(-1) - _sum_tokens(local.copy_(V).mul_(e_cells))).view(K, c).sum(-1)
+    M, V = mixed
+    of_shift = (d_cells.sum((1, 2)) * shift.view(-1, K, c)).sum(0).view(C)
+    grad_mean_lambda = w * (_sum_tokens(d_cells * M) + of_shift - flat_d.mT @ mean.view(-1)).view(K, c)
+    grad_var_lambda = w / 2 * (_sum_tokens(e_cells * V) - flat_e.mT @ var.view(-1)).view(K, c)
 
     # Through M = P p and V = relu(P q - M^2) to the pair (p, q): the relu passes where V is positive.
     grad_M, grad_V = mixed
-    grad_V.sign_().mul_(e_cells.squeeze(4).squeeze(2)).mul_(_per_channel(1 - k, n))
-    grad_M.mul_(grad_V).mul_(-2).addcmul_(d_cells.squeeze(4).squeeze(2), _per_channel(1 - l, n), value=-1)
-    grad_rows, grad_columns, grad_pair = mix_backward(rows, columns, pair, mixed_rows, mixed)
-    grad_first, grad_second = _as_cells(grad_pair)
-    grad_first = grad_first.addcmul_(_as_cells(pair)[0], grad_second, value=2)
-
-    # From all statistics to the tokens.
-    grad_mean = -(flat_d @ l.expand(K, c).reshape(-1)).view(mean.shape)
-    grad_var = (flat_e @ k.expand(K, c).reshape(-1)).view(mean.shape).mul_(2 / (C - int(s.unbiased)))
-    z = _prenormalise(_by_head(x, s), scale, into=e)
-    gz = d.add_(grad_mean / C - grad_var * mean).addcmul_(z, grad_var)
-    if cell_mean is None:
-        gz.add_(grad_first)
+    grad_V.gt_(0).mul_(e_cells).mul_((k - 1) * w / 2)
+    grad_M.mul_(grad_V).mul_(-2).addcmul_(d_cells, (l - 1) * w)
+    grad_rows, grad_columns, (grad_first, grad_second) = mix_backward(rows, columns, pair, mixed_rows, mixed)
+    if cell_second is None:
+        grad_first.addcmul_(pair[0], grad_second, value=2)
     else:
-        count = _cell_size(present, s)
-        grad_first = grad_first / count
-        if cell_var is not None:
-            grad_second = grad_second * (2 / count)
-            grad_first = grad_first.addcmul_(cell_mean, grad_second, value=-1)
-            gz.addcmul_(z, grad_second)
-        gz.add_(grad_first)
-    if scale is not None:
-        projection = inv_std.copy_(gz).mul_(z).sum(-1, keepdim=True).div_(c)
-        gz.addcmul_(z, projection, value=-1).mul_(scale)
+        grad_first.addcmul_(shift.squeeze(4).squeeze(2), grad_second, value=-2)
+
+    # From all statistics to the tokens. What changes z along itself, prenorm undoes but for the share of eps.
+    grad_mean = -(flat_d @ (l * w).view(C)).view(mean.shape)
+    grad_var = -(flat_e @ (k * w).view(C)).view(mean.shape) / (C - int(s.unbiased))
+    z = _prenormalise(_by_head(x, s), scale, e)
+    size = _cell_size(present, s)
+    gz = into(d, torch.addcmul, _on_tokens(grad_first, s, size), d, w)
+    if cell_second is not None:
+        gz.addcmul_(z, _on_tokens(grad_second, s, size), value=2)
+    gz.add_(grad_mean / C - grad_var * mean)
+    if scale is None:
+        gz.addcmul_(z, grad_var)
+    else:
+        along_z = into(variance, torch.mul, gz, z).sum(-1, keepdim=True) / c
+        gz.addcmul_(z, grad_var * s.eps * scale * scale - along_z).mul_(scale)
 
     square_x, shift_x = axis_kernel_backward(rows, grad_rows)
     square_y, shift_y = axis_kernel_backward(columns, grad_columns)
     grad_position = torch.stack((square_x + square_y, shift_x, shift_y), 1)
-    return gz.view(x.shape).to(x.dtype), grad_weight, grad_bias, grad_mean_lambda, grad_var_lambda, grad_position
+    grads = grad_weight, grad_bias, grad_mean_lambda.sum(-1), grad_var_lambda.sum(-1), grad_position
+    return gz.view(x.shape).to(x.dtype), *grads
 
 
 def statistics_dtype(x: Tensor) -> torch.dtype:
@@ -148,12 +153,9 @@ def _by_head(x: Tensor, s: Settings) -> Tensor:
     return x.to(statistics_dtype(x)).unflatten(-1, (s.num_heads, x.shape[-1] // s.num_heads))
 
 
-def _prenormalise(z: Tensor, scale: Tensor | None, into: Tensor | None = None) -> Tensor:
+def _prenormalise(z: Tensor, scale: Tensor | None, memory: Tensor) -> Tensor:
     """A copy of ``z``, divided by the RMS of each slice where ``scale`` is given."""
-    if into is not None:
-        z = into.copy_(z)
-        return z if scale is None else z.mul_(scale)
-    return z.clone() if scale is None else z * scale
+    return memory.copy_(z) if scale is None else into(memory, torch.mul, z, scale)
 
 
 def _cell_size(present: Tensor | None, s: Settings) -> Tensor | float:
@@ -161,16 +163,8 @@ def _cell_size(present: Tensor | None, s: Settings) -> Tensor | float:
     return float(s.pool_size**2) if present is None else cell_sum(present)[..., None]
 
 
-def _pool(z: Tensor, present: Tensor | None, s: Settings, spare: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Mean of each cell and, where asked, the variance inside it: together its second moment, without cancellation."""
-    size = _cell_size(present, s)
-    cell_mean = cell_sum(z.flatten(-2)).view(*z.shape[:2], 1, z.shape[3], 1, *z.shape[5:]) / size
-    if not s.pool_second_moment:
-        return cell_mean, None
-    squares = spare.copy_(z).sub_(cell_mean).square_()
-    if present is not None:
-        squares.mul_(present[..., None])
-    return cell_mean, cell_sum(squares.flatten(-2)).view(cell_mean.shape) / size
+def _mean_of_cells(z: Tensor, present: Tensor | None, s: Settings) -> Tensor:
+    return cell_sum(z.flatten(-2)).unflatten(-1, z.shape[-2:]) / _cell_size(present, s)
 
 
 def _kernels(position: Tensor, z: Tensor, s: Settings) -> tuple[Tensor, Tensor]:
@@ -181,39 +175,38 @@ def _kernels(position: Tensor, z: Tensor, s: Settings) -> tuple[Tensor, Tensor]:
     return axis_kernel(position, w, axis=1), axis_kernel(position, h, axis=2)
 
 
-def _neighbourhood(
-    z: Tensor, cell_mean: Tensor | None, cell_var: Tensor | None, rows: Tensor, columns: Tensor
-) -> tuple[Tensor, Pair, Pair, Pair]:
-    """``shift``, the pair that P mixes, the mixed pair ``(M - shift, V)``, and it mixed along rows only.
+def _neighbourhood(z: Tensor, saved: Saved) -> tuple[Pair, Pair, Pair]:
+    """The pair that P mixes, the mixed pair ``(M - shift, V)``, and it mixed along rows only.
 
     A variance does not change when all tokens shift by one value, here their mean over the image: E[x^2] - E[x]^2 then
     cancels only as far as a neighbourhood differs from the image, not as far as the image differs from zero.
     """
-    values = z if cell_mean is None else cell_mean
-    shift = values.mean((1, 3), keepdim=True)
-    variance = None if cell_var is None else cell_var.squeeze(4).squeeze(2)
-    pair = make_pair(values.squeeze(4).squeeze(2), shift.squeeze(4).squeeze(2), variance)
-    mixed, mixed_rows = mix(rows, columns, pair)
+    values = z if saved.cell_mean is None else saved.cell_mean
+    second = None if saved.cell_second is None else saved.cell_second.squeeze(4).squeeze(2)
+    pair = make_pair(values.squeeze(4).squeeze(2), saved.shift.squeeze(4).squeeze(2), second)
+    mixed, mixed_rows = mix(saved.rows, saved.columns, pair)
     mixed[1].addcmul_(mixed[0], mixed[0], value=-1).clamp_(min=0)
-    return shift, pair, mixed, mixed_rows
+    return pair, mixed, mixed_rows
 
 
-def _normalise(
-    z: Tensor, mean: Tensor, var: Tensor, M: Tensor, V: Tensor, l: Tensor, k: Tensor, s: Settings, inv_std: Tensor
-) -> None:
-    """Mixes the statistics and turns ``z`` into ``(z - mu) / std``; fills ``inv_std`` with ``1 / std``."""
-    inv_std.copy_(V).mul_(_per_channel(1 - k, z)).add_(k * var + s.eps).rsqrt_()
-    z.addcmul_(M, _per_channel(1 - l, z), value=-1).sub_(l * mean).mul_(inv_std)
+def _centre(
+    z: Tensor, saved: Saved, mixed: Pair, l: Tensor, k: Tensor, s: Settings, spare: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Mixes the statistics: ``z - mu`` in the memory of ``z``, and ``var + eps`` in the spare memory."""
+    M, V = (_on_tokens(t, s) for t in mixed)
+    # K x 1 to K x c in memory: eager loops run over all channels then, not over the few of a head.
+    m, v = ((1 - t).expand(z.shape[-2:]).contiguous() for t in (l, k))
+    variance = into(spare, torch.mul, V.expand_as(z), v).add_(k * saved.var + s.eps)
+    return z.addcmul_(M, m, value=-1).sub_(m * saved.shift).sub_(l * saved.mean), variance
 
 
-def _per_channel(by_head: Tensor, z: Tensor) -> Tensor:
-    """``K x 1`` to ``K x c`` in memory: eager loops run over all channels then, not over the few of a head."""
-    return by_head.expand(z.shape[-2:]).contiguous()
-
-
-def _as_cells(pair: Pair) -> tuple[Tensor, Tensor]:
-    """The two maps ``B x h x w x K x c`` as cells, in the same memory."""
-    return pair[0][:, :, None, :, None], pair[1][:, :, None, :, None]
+def _on_tokens(cells: Tensor, s: Settings, size: Tensor | float = 1.0) -> Tensor:
+    """Values of cells, ``B x h x w x K x c``, over the size of the cells, so that they broadcast to the tokens."""
+    cells = cells[:, :, None, :, None]
+    if s.pool_size == 1:
+        return cells
+    # In memory along the rows of tokens: eager loops then run over whole rows, not over the channels of one token.
+    return (cells / size).expand(-1, -1, -1, -1, s.pool_size, -1, -1).contiguous()
 
 
 def _sum_tokens(tokens: Tensor) -> Tensor:

@@ -5,6 +5,8 @@ Shapes: ``B`` images, an ``H x W`` grid of tokens, ``C = K * c`` channels in ``K
 rectangle, so P is the product of one kernel along each axis, and no ``T x T`` tensor is ever needed.
 """
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -67,24 +69,25 @@ def cell_sum(tokens: Tensor) -> Tensor:
     return F.avg_pool2d(image, side, divisor_override=1).permute(0, 2, 3, 1).view(batch, h, 1, w, 1, channels)
 
 
-# Two maps of B x h x w x K x c that P is applied to together. Eager code has them in one tensor, laid out for matrix
-# products, and unpacks it into views. Compiled code keeps them apart and applies P by a broadcast multiply and a sum,
-# which Inductor fuses with the statistics around it; with open sizes it does not get through the matrix layouts at all.
+# Two maps of B x h x w x K x c that P is applied to together. Eager code has them in one tensor, 2 x B x h x w x K x c,
+# whose memory is laid out for matrix products. Compiled code keeps them apart and applies P by a broadcast multiply and
+# a sum, which Inductor fuses with the statistics around it; with open sizes it does not get through the matrix layouts.
 Pair = Tensor | tuple[Tensor, Tensor]
+COLUMNS, ROWS = 2, 3  # the dimension of a pair that a product along them sums over
 
 
-def make_pair(values: Tensor, shift: Tensor, variance: Tensor | None) -> Pair:
-    """``(v, v^2 + variance)`` for ``v = values - shift``."""
+def make_pair(values: Tensor, shift: Tensor, second: Tensor | None) -> Pair:
+    """``(v, second)`` for ``v = values - shift``; without a second ``(v, v^2)``."""
     if torch.compiler.is_compiling():
-        first = values - shift
-        return first, first * first if variance is None else first * first + variance
+        first = _computed_once(values - shift)
+        return first, first * first if second is None else second
     batch, h, w, heads, c = values.shape
-    pair = values.new_empty(heads, w, h, batch, 2, c).permute(4, 3, 2, 1, 0, 5)
-    first, second = pair
-    first.copy_(values).sub_(shift)
-    second.copy_(first).mul_(first)
-    if variance is not None:
-        second.add_(variance)
+    pair = _as_pair(values.new_empty(heads, w, h * 2 * batch * c), (2, *values.shape), ROWS)
+    first = into(pair[0], torch.sub, values, shift)
+    if second is None:
+        into(pair[1], torch.mul, first, first)
+    else:
+        pair[1].copy_(second)
     return pair
 
 
@@ -94,14 +97,14 @@ def mix(rows: Tensor, columns: Tensor, pair: Pair) -> tuple[Pair, Pair]:
     Returns the mixed pair and the pair mixed along rows only, which ``mix_backward`` wants.
     """
     if not isinstance(pair, Tensor):
-        mixed_rows = _sum_along_rows(rows, pair[0]), _sum_along_rows(rows, pair[1])
-        return (_sum_along_columns(columns, mixed_rows[0]), _sum_along_columns(columns, mixed_rows[1])), mixed_rows
-    two, batch, h, w, heads, c = pair.shape
-    by_row = torch.bmm(rows, _rows_first(pair))
-    by_column = _swap(by_row, h)
-    mixed = _bmm_into(by_row.view(heads, h, -1), columns, by_column)
-    as_pair = (heads, h, w, batch, two, c)
-    return mixed.view(as_pair).permute(4, 3, 1, 2, 0, 5), by_column.view(as_pair).permute(4, 3, 1, 2, 0, 5)
+        first, second = _sum_along_rows(rows, pair[0]), _sum_along_rows(rows, pair[1])
+        return (_sum_along_columns(columns, first), _sum_along_columns(columns, second)), (first, second)
+    by_row = _matrices(pair, ROWS)
+    product = _as_pair(torch.bmm(rows, by_row), pair.shape, ROWS)
+    mixed_rows = _as_pair(torch.empty_like(by_row), pair.shape, COLUMNS).copy_(product)
+    by_column = _matrices(mixed_rows, COLUMNS)
+    mixed = into(_matrices(product, ROWS).view_as(by_column), torch.bmm, columns, by_column)
+    return _as_pair(mixed, pair.shape, COLUMNS), mixed_rows
 
 
 def mix_backward(
@@ -110,20 +113,32 @@ def mix_backward(
     """Gradients of ``rows``, ``columns`` and ``pair`` from that of the mixed pair. Overwrites the last two."""
     if not (isinstance(pair, Tensor) and isinstance(mixed_rows, Tensor) and isinstance(grad, Tensor)):
         return _mix_backward_broadcast(rows, columns, pair, mixed_rows, grad)
-    two, batch, h, w, heads, c = pair.shape
-    by_column = _columns_first(grad)
-    grad_columns = torch.bmm(by_column, _columns_first(mixed_rows).mT)
-    grad_by_column = _bmm_into(_columns_first(mixed_rows), columns.mT, by_column)
-    by_row = by_column.view(heads, w, -1)
-    by_row.view(heads, w, h, -1).copy_(grad_by_column.view(heads, h, w, -1).transpose(1, 2))
-    grad_rows = torch.bmm(by_row, _rows_first(pair).mT)
-    grad_pair = _bmm_into(grad_by_column.view(heads, w, -1), rows.mT, by_row)
-    return grad_rows, grad_columns, grad_pair.view(heads, w, h, batch, two, c).permute(4, 3, 2, 1, 0, 5)
+    by_column, inputs = _matrices(grad, COLUMNS), _matrices(mixed_rows, COLUMNS)
+    grad_columns = torch.bmm(by_column, inputs.mT)
+    product = into(inputs, torch.bmm, columns.mT, by_column)
+    by_row = _matrices(_as_pair(by_column, pair.shape, ROWS).copy_(_as_pair(product, pair.shape, COLUMNS)), ROWS)
+    grad_rows = torch.bmm(by_row, _matrices(pair, ROWS).mT)
+    grad_pair = into(product.view_as(by_row), torch.bmm, rows.mT, by_row)
+    return grad_rows, grad_columns, _as_pair(grad_pair, pair.shape, ROWS)
 
 
-def _bmm_into(spent: Tensor, left: Tensor, right: Tensor) -> Tensor:
-    """The product, in memory that is no longer needed; not so in a trace, which may run under autograd."""
-    return torch.bmm(left, right) if torch.jit.is_tracing() else torch.bmm(left, right, out=spent)
+def into(memory: Tensor, operation: Callable, *operands: Tensor) -> Tensor:
+    """The result of an operation, in memory that is at hand: most of the time of eager code goes into fresh memory."""
+    if torch.compiler.is_compiling() or torch.jit.is_tracing():  # graphs know no out=, nor does autograd in a trace
+        return memory.copy_(operation(*operands))
+    return operation(*operands, out=memory)
+
+
+def _matrices(pair: Tensor, axis: int) -> Tensor:
+    """A pair as the matrices ``K x n x m`` that kernels along ``axis`` multiply; in its memory if laid out so."""
+    return pair.permute(4, axis, 5 - axis, 0, 1, 5).reshape(pair.shape[4], pair.shape[axis], -1)
+
+
+def _as_pair(matrices: Tensor, shape: tuple[int, ...], axis: int) -> Tensor:
+    """The inverse of ``_matrices``, in the same memory."""
+    two, batch, _, _, heads, c = shape
+    order = (3, 4, 1, 2, 0, 5) if axis == COLUMNS else (3, 4, 2, 1, 0, 5)
+    return matrices.view(heads, shape[axis], shape[5 - axis], two, batch, c).permute(order)
 
 
 def _mix_backward_broadcast(rows, columns, pair, mixed_rows, grad):
@@ -146,19 +161,3 @@ def _sum_along_rows(kernel: Tensor, maps: Tensor) -> Tensor:
 
 def _sum_along_columns(kernel: Tensor, maps: Tensor) -> Tensor:
     return (maps[:, None] * kernel.permute(1, 2, 0)[:, :, None, :, None]).sum(2)
-
-
-def _rows_first(pair: Tensor) -> Tensor:
-    """``2 x B x h x w x K x c`` to the matrices ``K x w x (h B 2 c)``."""
-    return pair.permute(4, 3, 2, 1, 0, 5).reshape(pair.shape[4], pair.shape[3], -1)
-
-
-def _columns_first(pair: Tensor) -> Tensor:
-    """``2 x B x h x w x K x c`` to the matrices ``K x h x (w B 2 c)``."""
-    return pair.permute(4, 2, 3, 1, 0, 5).reshape(pair.shape[4], pair.shape[2], -1)
-
-
-def _swap(by_row: Tensor, h: int) -> Tensor:
-    """``K x w x (h n)`` to ``K x h x (w n)``, in memory of its own."""
-    heads, w, _ = by_row.shape
-    return by_row.view(heads, w, h, -1).transpose(1, 2).clone(memory_format=torch.contiguous_format).view(heads, h, -1)
