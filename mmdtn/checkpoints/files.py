@@ -10,18 +10,25 @@ from typing import Any
 import mmengine.fileio
 import numpy as np
 import torch
-from mmengine.logging.history_buffer import HistoryBuffer
 from torch import Tensor
 
 State = dict[str, Tensor]
 
+
+class _Log:
+    """Takes the place of mmengine's HistoryBuffer, which would look up functions by name; nobody reads it here."""
+
+
 # What mmengine's own checkpoints hold beside tensors: plain data, none of which runs code when it is unpickled.
 _array: Any = np.zeros(1).__reduce__()[0]
 _scalar: Any = np.float64(0).__reduce__()[0]
-PLAIN_DATA: list = [HistoryBuffer, np.ndarray, np.dtype, _array, _scalar]
+PLAIN_DATA: list = [np.ndarray, np.dtype, _array, _scalar]
 PLAIN_DATA += [type(np.dtype(kind)) for kind in np.typecodes['AllInteger'] + np.typecodes['AllFloat'] + '?SU']
-PLAIN_DATA += [(lambda owner, name: name, 'builtins.getattr')]  # a HistoryBuffer's list of methods; not looked up
 PLAIN_DATA += [(f, f'numpy.core.multiarray.{f.__name__}') for f in (_array, _scalar)]  # as numpy 1 called them
+PLAIN_DATA += [
+    (_Log, 'mmengine.logging.history_buffer.HistoryBuffer'),
+    (lambda owner, name: name, 'builtins.getattr'),  # a HistoryBuffer's methods
+]
 
 
 def read(source: str | Path) -> State:

@@ -127,6 +127,7 @@ def test_what_mmengine_saves_is_read(tmp_path, old):
     torch.save(checkpoint, tmp_path / 'epoch_1.pth', _use_new_zipfile_serialization=not old)
     got = read(tmp_path / 'epoch_1.pth')
     assert got.keys() == state.keys() and all(torch.equal(got[key], state[key]) for key in state)
+    assert hub.get_scalar('train/loss').mean() == 1, "reading leaves mmengine's own logs alone"
 
 
 @pytest.mark.parametrize(
