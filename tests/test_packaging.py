@@ -1,0 +1,55 @@
+"""The wheel brings configs and tools along, and other people's configs inherit from them."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+REPO = Path(__file__).parents[1]
+
+USE = """
+import mmdtn
+from mmengine.config import Config
+assert mmdtn.__file__.startswith({site!r}), mmdtn.__file__
+cfg = Config.fromfile('mine.py')
+assert cfg.model.backbone.type == 'PVTDTN' and cfg.train_cfg.max_epochs == 3
+"""
+
+
+@pytest.mark.slow
+def test_a_wheel_is_whole(tmp_path):
+    def pip(*arguments):
+        command = [sys.executable, '-m', 'pip', '--disable-pip-version-check', *map(str, arguments)]
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+
+    source = tmp_path / 'source'  # not the repository, where a build would leave its traces
+    tracked = subprocess.run(['git', 'ls-files', '-co', '--exclude-standard'], cwd=REPO, capture_output=True, text=True)
+    for name in tracked.stdout.splitlines():
+        (source / name).parent.mkdir(parents=True, exist_ok=True)
+        (source / name).write_bytes((REPO / name).read_bytes())
+    pip('wheel', '--no-deps', '--no-build-isolation', '-w', tmp_path, source)
+    (wheel,) = tmp_path.glob('mmdtn-*.whl')
+    site = tmp_path / 'site'
+    pip('install', '--no-deps', '--target', site, wheel)
+    for folder in ('configs', 'tools'):
+        inside = {str(p.relative_to(REPO)) for p in (REPO / folder).rglob('*.py')}
+        assert {
+            str(p.relative_to(site / 'mmdtn' / '.mim')) for p in (site / f'mmdtn/.mim/{folder}').rglob('*.py')
+        } == inside
+    assert (site / 'mmdtn/.mim/model-index.yml').exists() and (site / 'mmdtn/.mim/tools/dist_train.sh').exists()
+
+    (tmp_path / 'mine.py').write_text(
+        "_base_ = 'mmdtn::pvt/retinanet_pvt-t-dtn_fpn_1x_coco.py'\ntrain_cfg = dict(max_epochs=3)\n"
+    )
+    use = [sys.executable, '-c', USE.format(site=str(site))]
+    done = subprocess.run(use, cwd=tmp_path, env={'PYTHONPATH': str(site)}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_the_index_names_every_family():
+    index = (REPO / 'model-index.yml').read_text()
+    assert [line.split()[1] for line in index.splitlines()[1:]] == sorted(
+        str(p.relative_to(REPO)) for p in REPO.glob('configs/*/metafile.yml')
+    )
