@@ -71,8 +71,9 @@ def _no_autocast(device: str) -> AbstractContextManager:
     return nullcontext()
 
 
-# Beyond this many cells a side the matrix products of eager code win over the sums of a compiled region.
-COMPILED_SIDE = 128
+# Beyond this many cells a side, for each token that a cell is wide, the matrix products of eager code win over the sums
+# of a compiled region: those take time in proportion to the side, all else in proportion to the tokens in a cell.
+COMPILED_SIDE = 48
 
 
 class _Region:
@@ -89,9 +90,9 @@ class _Region:
         self.compiled = torch.compile(own)
 
     def __call__(self, *args: Any) -> Any:
-        _, h, _, w, _, _ = args[0].shape
+        _, h, s, w, _, _ = args[0].shape
         inside_a_compiled_model = torch.compiler.is_compiling()
-        if inside_a_compiled_model or not _Region.works or max(h, w) > COMPILED_SIDE:
+        if inside_a_compiled_model or not _Region.works or max(h, w) > COMPILED_SIDE * s:
             return self.eager(*args)
         try:
             return self.compiled(*args)
