@@ -1,56 +1,82 @@
 """Trains any config of any MM package: python tools/train.py CONFIG [--work-dir DIR] [--resume] ..."""
 
 import argparse
-import os
-from pathlib import Path
 
-from mmengine.config import Config, DictAction
-from mmengine.registry import RUNNERS, init_default_scope
-from mmengine.runner import Runner
+from mmengine.config import Config
+
+from mmdtn.engine.data import check_data
+from mmdtn.engine.dry_run import dry_run
+from mmdtn.engine.errors import UserError, readable_errors
+from mmdtn.engine.launch import (
+    add_common_options,
+    build_runner,
+    has_accelerator,
+    leave_together,
+    load_config,
+    make_dependable,
+    resume,
+)
 
 
-def parse_args() -> argparse.Namespace:
+def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument('config')
-    parser.add_argument('--work-dir', help='where logs and checkpoints go; work_dirs/NAME_OF_CONFIG if not said')
-    parser.add_argument('--amp', action='store_true', help='automatic mixed precision')
+    parser.add_argument('--amp', action='store_true', help='automatic mixed precision; on the CPU in bfloat16')
     parser.add_argument('--auto-scale-lr', action='store_true', help='scale the learning rate by the real batch size')
     parser.add_argument(
-        '--resume', nargs='?', const='auto', help='go on from the latest checkpoint in the work dir, or from this one'
+        '--resume',
+        nargs='?',
+        const='auto',
+        help='go on from the newest whole checkpoint in the work dir, or from this one',
     )
-    parser.add_argument('--cfg-options', nargs='+', action=DictAction, help='settings to change, as in a.b=1 c=[2,3]')
-    parser.add_argument('--launcher', choices=['none', 'pytorch', 'slurm', 'mpi'], default='none')
-    parser.add_argument('--local_rank', '--local-rank', type=int, default=0)  # torch.distributed.launch passes it
-    args = parser.parse_args()
-    os.environ.setdefault('LOCAL_RANK', str(args.local_rank))
-    return args
+    parser.add_argument(
+        '--dry-run',
+        action='store_true',
+        help='build everything, train and validate a step, report memory and time, leave nothing behind',
+    )
+    add_common_options(parser)
+    return parser.parse_args(arguments)
 
 
-def load_config(args: argparse.Namespace) -> Config:
-    cfg = Config.fromfile(args.config)
-    cfg.launcher = args.launcher
-    if args.cfg_options:
-        cfg.merge_from_dict(args.cfg_options)
-    if args.work_dir or not cfg.get('work_dir'):
-        cfg.work_dir = args.work_dir or str(Path('work_dirs') / Path(args.config).stem)
+def configure(args: argparse.Namespace) -> Config:
+    cfg = load_config(args)
     if args.amp:
-        cfg.optim_wrapper.type = 'AmpOptimWrapper'
-        cfg.optim_wrapper.setdefault('loss_scale', 'dynamic')
+        use_mixed_precision(cfg)
     if args.auto_scale_lr:
         if 'base_batch_size' not in cfg.get('auto_scale_lr', {}):
-            raise SystemExit(f'{args.config} has no auto_scale_lr.base_batch_size for --auto-scale-lr to scale from.')
+            raise UserError(f'{args.config} has no auto_scale_lr.base_batch_size for --auto-scale-lr to scale from.')
         cfg.auto_scale_lr.enable = True
     if args.resume:
-        cfg.resume = True
-        cfg.load_from = None if args.resume == 'auto' else args.resume
+        resume(cfg, args.resume)
+    make_dependable(cfg, args.strict)
     return cfg
 
 
-def main() -> None:
-    cfg = load_config(parse_args())
-    init_default_scope(cfg.get('default_scope', 'mmengine'))
-    runner = Runner.from_cfg(cfg) if 'runner_type' not in cfg else RUNNERS.build(cfg)
+def use_mixed_precision(cfg: Config) -> None:
+    if has_accelerator():
+        cfg.optim_wrapper.type = 'AmpOptimWrapper'
+        cfg.optim_wrapper.setdefault('loss_scale', 'dynamic')
+    else:
+        cfg.optim_wrapper.type = 'BFloat16OptimWrapper'
+        cfg.optim_wrapper.pop('loss_scale', None)
+        cfg.optim_wrapper.pop('dtype', None)
+
+
+def run(args: argparse.Namespace) -> None:
+    cfg = configure(args)
+    if args.dry_run:
+        dry_run(cfg, args.strict)
+        return
+    runner = build_runner(cfg)
+    check_data(runner, ('train', 'val'), args.strict)
     runner.train()
+
+
+def main(arguments: list[str] | None = None) -> None:
+    args = parse_args(arguments)
+    with readable_errors(args.debug):
+        run(args)
+    leave_together()
 
 
 if __name__ == '__main__':

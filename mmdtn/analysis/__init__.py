@@ -1,3 +1,24 @@
-from .cost import SavedBytes
+from .attention import attention, attention_distance
+from .capture import BlockTokens, Capture
+from .cost import SavedBytes, norm_flops
+from .neighbourhood import at_start, attended, kernels, lambdas, mean_distance
+from .tokens import magnitudes, means, principal_components, seen_by, variation
 
-__all__ = ['SavedBytes']
+__all__ = [
+    'BlockTokens',
+    'Capture',
+    'SavedBytes',
+    'at_start',
+    'attended',
+    'attention',
+    'attention_distance',
+    'kernels',
+    'lambdas',
+    'magnitudes',
+    'mean_distance',
+    'means',
+    'norm_flops',
+    'principal_components',
+    'seen_by',
+    'variation',
+]

@@ -5,6 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mmdtn.norms import DTN
+
 
 class SavedBytes:
     """Counts what autograd keeps between forward and backward: each storage once, parameters left out.
@@ -38,3 +40,16 @@ class SavedBytes:
     @property
     def total(self) -> int:
         return sum(self._storages.values())
+
+
+def norm_flops(norm: nn.Module, height: int, width: int, channels: int) -> int:
+    """FLOPs of a norm on one image of ``height x width`` tokens; a FLOP is a multiply-add.
+
+    5 for each element, as mmengine has it for LayerNorm, and for DTN the products of P along rows and columns, with
+    the tokens and with their squares.
+    """
+    flops = 5 * height * width * channels
+    if isinstance(norm, DTN):
+        h, w = -(-height // norm.pool_size), -(-width // norm.pool_size)
+        flops += 2 * channels * h * w * (h + w)
+    return flops

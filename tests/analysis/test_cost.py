@@ -1,7 +1,10 @@
+import pytest
 import torch
+from mmengine.analysis import FlopAnalyzer
 from torch import nn
 
-from mmdtn.analysis import SavedBytes
+from mmdtn.analysis import SavedBytes, norm_flops
+from mmdtn.norms import DTN
 
 
 def test_counts_each_storage_once_and_no_parameter():
@@ -16,3 +19,12 @@ def test_counts_each_storage_once_and_no_parameter():
     with SavedBytes(model) as nothing, torch.no_grad():
         model(x)
     assert nothing.total == 0
+
+
+@pytest.mark.parametrize('pool_size', [1, 2, 4])
+def test_flops_of_a_norm_are_those_that_mmengine_counts(pool_size):
+    layer, x = DTN(64, 4, pool_size), torch.randn(1, 13, 20, 64)
+    products = FlopAnalyzer(layer, (x,)).unsupported_ops_warnings(False).tracer_warnings('none').total()
+    assert norm_flops(layer, 13, 20, 64) == products + 5 * x.numel()
+    plain = FlopAnalyzer(nn.LayerNorm(64), (x,)).tracer_warnings('none').total()
+    assert norm_flops(nn.LayerNorm(64), 13, 20, 64) == plain

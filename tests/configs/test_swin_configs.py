@@ -22,7 +22,7 @@ IMAGENET = sorted(p.name for p in ROOT.glob('*_in1k.py'))
 
 
 def test_the_configs_are_there():
-    assert len(DETECTION) == 4 and len(IMAGENET) == 4
+    assert len(DETECTION) == 6 and len(IMAGENET) == 4
 
 
 @pytest.mark.parametrize('name', DETECTION)

@@ -1,0 +1,137 @@
+"""What this environment has, what is wrong with it, and how to mend it: python -m mmdtn.doctor"""
+
+import importlib
+import platform
+import shutil
+import sys
+from collections.abc import Iterator
+from importlib import metadata
+from types import ModuleType
+from typing import NamedTuple
+
+OPENMMLAB = dict(mmengine='onedl-mmengine', mmcv='onedl-mmcv', mmdet='onedl-mmdetection', mmpretrain='onedl-mmpretrain')
+# Import name and oldest version that will do. onedl's packages count on from OpenMMLab's: one bound holds for both.
+NEEDED = dict(
+    torch='2.4',
+    torchvision='0.19',
+    mmengine='0.10',
+    mmcv='2.0',
+    mmdet='3.0',
+    mmpretrain='1.0',
+    timm='1.0.9',
+    pycocotools='2.0',
+)
+
+
+class Finding(NamedTuple):
+    """A line of the report; ``mend`` says what to do about what is wrong."""
+
+    what: str
+    found: str
+    mend: str = ''
+
+
+def examine() -> Iterator[Finding]:
+    yield Finding(
+        'python', platform.python_version(), '' if sys.version_info >= (3, 10) else 'use Python 3.10 or newer'
+    )
+    for name, oldest in NEEDED.items():
+        yield _package(name, oldest)
+    yield _mmcv_ops()
+    yield _device()
+    yield _compiler()
+    yield _tensorboard()
+
+
+def _package(name: str, oldest: str) -> Finding:
+    install = f'pip install --no-build-isolation {OPENMMLAB[name]}' if name in OPENMMLAB else f'pip install {name}'
+    module, error = _import(name)
+    if module is None:
+        return Finding(name, error, install if _is_absent(name) else f'install it again: {install} --force-reinstall')
+    distribution, version = _version(name, module)
+    if _numbers(version) < _numbers(oldest):
+        return Finding(name, f'{version} ({distribution})', f'it should be {oldest} or newer: {install} --upgrade')
+    return Finding(name, version if distribution == name else f'{version} ({distribution})')
+
+
+def _import(name: str) -> tuple[ModuleType | None, str]:
+    try:
+        return importlib.import_module(name), ''
+    except Exception as error:  # a broken build raises anything
+        return None, f'cannot be imported: {str(error).strip().splitlines()[0] if str(error) else type(error).__name__}'
+
+
+def _is_absent(name: str) -> bool:
+    return name not in metadata.packages_distributions()
+
+
+def _version(name: str, module: ModuleType) -> tuple[str, str]:
+    """Under the name it was installed by, which is not always the one it is imported by."""
+    candidates = metadata.packages_distributions().get(name, [])
+    for distribution in sorted(set(candidates), key=lambda d: not d.startswith('onedl')):
+        return distribution, metadata.version(distribution)
+    return name, getattr(module, '__version__', '0')
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """``2.12.1+cu130`` to ``(2, 12, 1)``."""
+    return tuple(int(part) for part in version.partition('+')[0].split('.')[:3] if part.isdigit())
+
+
+def _mmcv_ops() -> Finding:
+    module, error = _import('mmcv.ops')
+    if module is None:
+        again = 'MMCV_WITH_OPS=1 pip install --no-build-isolation --force-reinstall onedl-mmcv'
+        return Finding('mmcv ops', error, f'install mmcv with its ops, which a compiler makes: {again}')
+    from mmcv.ops import get_compiler_version, get_compiling_cuda_version
+
+    return Finding('mmcv ops', f'{get_compiler_version()}, CUDA {get_compiling_cuda_version()}')
+
+
+def _device() -> Finding:
+    torch, error = _import('torch')
+    if torch is None:
+        return Finding('device', error, 'install torch first')
+    if torch.cuda.is_available():
+        names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+        mend = ''
+        ops, _ = _import('mmcv.ops')
+        if ops is not None and ops.get_compiling_cuda_version() == 'not available':
+            mend = 'mmcv was compiled without CUDA: install it again on this machine, with FORCE_CUDA=1'
+        return Finding('device', f'{", ".join(names)}, CUDA {torch.version.cuda}', mend)
+    if shutil.which('nvidia-smi'):
+        return Finding(
+            'device', 'CPU, though there is an NVIDIA driver', 'install a torch built for the CUDA of the driver'
+        )
+    return Finding(
+        'device', f'CPU, {torch.get_num_threads()} threads; mixed precision in bfloat16, processes over gloo'
+    )
+
+
+def _compiler() -> Finding:
+    """What ``norm_cfg=dict(compiled=True)`` needs; without one it runs uncompiled, so nothing is wrong then."""
+    found = next((path for path in map(shutil.which, ('g++', 'clang++', 'cl')) if path), None)
+    return Finding('compiler', found or 'none: compiled=True will run uncompiled, with a warning')
+
+
+def _tensorboard() -> Finding:
+    module, _ = _import('tensorboard')
+    return Finding(
+        'tensorboard', _version('tensorboard', module)[1] if module else 'none: no TensorBoard logs are written'
+    )
+
+
+def main() -> int:
+    findings = list(examine())
+    width = max(len(finding.what) for finding in findings)
+    for finding in findings:
+        print(f'{"wrong" if finding.mend else "ok   "}  {finding.what:<{width}}  {finding.found}')
+        if finding.mend:
+            print(f'       {"":<{width}}  -> {finding.mend}')
+    wrong = sum(bool(finding.mend) for finding in findings)
+    print('Nothing is wrong.' if not wrong else f'{wrong} of {len(findings)} things are wrong.')
+    return 1 if wrong else 0
+
+
+if __name__ == '__main__':
+    sys.exit(main())

@@ -1,0 +1,120 @@
+"""Checkpoints that are whole or absent, whenever the process is killed."""
+
+import os
+import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from mmengine.dist import master_only
+from mmengine.fileio import LocalBackend, register_backend
+from mmengine.hooks import CheckpointHook
+from mmengine.registry import HOOKS
+from mmengine.runner import Runner
+
+PARTIAL = '.partial'
+
+
+class WholeFileBackend(LocalBackend):
+    """mmengine's local files, written beside their place and moved there when they are complete."""
+
+    def put(self, obj: bytes, filepath: str | Path) -> None:
+        path = Path(filepath)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        beside = path.with_name(path.name + PARTIAL)
+        try:
+            with open(beside, 'wb') as file:
+                file.write(obj)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(beside, path)
+        except BaseException:
+            beside.unlink(missing_ok=True)
+            raise
+
+
+@HOOKS.register_module()
+class WholeCheckpointHook(CheckpointHook):
+    """``CheckpointHook`` that never leaves half a file, and deletes an old checkpoint only after the new one is there.
+
+    With ``max_keep_ckpts`` or ``save_best``, mmengine deletes first; a process killed then would have nothing left.
+    """
+
+    file_backend: Any
+
+    def before_train(self, runner: Runner) -> None:
+        # The one place that all of mmengine's ways to save go through: its runners, its FSDP strategy, published
+        # models. Registering a backend is its own way to change how files are written.
+        register_backend('local', WholeFileBackend, force=True, prefixes='')
+        super().before_train(runner)
+        self._remove_partial_files()
+
+    @master_only
+    def _remove_partial_files(self) -> None:
+        if '://' not in str(self.out_dir):
+            for leftover in Path(self.out_dir).glob(f'*.pth{PARTIAL}'):
+                leftover.unlink()
+
+    def after_train_iter(self, *args: Any, **kwargs: Any) -> None:
+        with self._deleting_last():
+            super().after_train_iter(*args, **kwargs)
+
+    def after_train_epoch(self, *args: Any, **kwargs: Any) -> None:
+        with self._deleting_last():
+            super().after_train_epoch(*args, **kwargs)
+
+    def after_val_epoch(self, *args: Any, **kwargs: Any) -> None:
+        with self._deleting_last():
+            super().after_val_epoch(*args, **kwargs)
+
+    @contextmanager
+    def _deleting_last(self) -> Iterator[None]:
+        backend = self.file_backend
+        self.file_backend = postponed = _Postponed(backend)
+        try:
+            yield
+        finally:
+            self.file_backend = backend
+        for remove, path in postponed.removals:
+            remove(path)
+
+
+class _Postponed:
+    """A file backend that notes what is to be deleted."""
+
+    def __init__(self, backend: Any) -> None:
+        self.backend = backend
+        self.removals: list[tuple[Any, str]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.backend, name)
+
+    def remove(self, path: str) -> None:
+        self.removals.append((self.backend.remove, path))
+
+    def rmtree(self, path: str) -> None:
+        self.removals.append((self.backend.rmtree, path))
+
+
+def newest_whole_checkpoint(folder: str | Path) -> Path | None:
+    """The last saved file under ``folder`` that a run can go on from.
+
+    ``last_checkpoint``, which mmengine goes by, may be half written itself, or name a file that is.
+    """
+    files = sorted(Path(folder).glob('*.pth'), key=lambda path: path.stat().st_mtime_ns, reverse=True)
+    return next((path for path in files if can_resume_from(path)), None)
+
+
+def can_resume_from(path: Path) -> bool:
+    """Whether a file is a complete checkpoint of a training run: its archive is intact, and it has the optimizer."""
+    try:
+        # The end of the archive says where its parts are, and each part has a checksum.
+        with zipfile.ZipFile(path) as archive:
+            if archive.testzip() is not None:
+                return False
+        content = torch.load(path, map_location='cpu', mmap=True, weights_only=False)
+    except Exception:  # whatever a broken file makes torch raise
+        return False
+    return isinstance(content, dict) and {'meta', 'state_dict', 'optimizer'} <= content.keys()

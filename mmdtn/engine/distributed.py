@@ -1,0 +1,45 @@
+"""Many processes on a machine without a GPU."""
+
+from unittest import mock
+
+import torch
+from mmengine.config import Config
+from mmengine.dist import init_dist, is_distributed
+
+
+def run_on_cpu(cfg: Config) -> None:
+    """Changes a config written for NCCL so that its processes talk through gloo, and starts that.
+
+    mmengine would ask CUDA for a device on the way to every process group, and hand a device number to DDP, which
+    wants none for a model on the CPU. A process group that exists already, it takes as it is.
+    """
+    dist_cfg = cfg.setdefault('env_cfg', {}).setdefault('dist_cfg', {})
+    dist_cfg.backend = 'gloo'
+    if cfg.get('strategy'):
+        _shard_on_cpu(cfg)
+    else:
+        wrapper = cfg.get('model_wrapper_cfg') or dict(
+            type='MMDistributedDataParallel',
+            broadcast_buffers=False,
+            find_unused_parameters=cfg.get('find_unused_parameters', False),
+        )
+        cfg.model_wrapper_cfg = dict(wrapper, device_ids=None)
+    if not is_distributed():
+        # mmengine.dist.utils calls torch.cuda.set_device in all its launchers before it looks at the backend.
+        with mock.patch.object(torch.cuda, 'set_device', lambda device: None):
+            init_dist(cfg.launcher, **dist_cfg)
+
+
+def _shard_on_cpu(cfg: Config) -> None:
+    if cfg.strategy.type != 'FSDPStrategy':
+        return
+    cfg.strategy.model_wrapper = dict(cfg.strategy.get('model_wrapper') or {}, device_id='cpu')
+    if cfg.strategy.get('state_dict_cfg') == 'full':
+        # 'full' copies the gathered weights to the CPU. From the CPU to the CPU nothing is copied, and torch reads
+        # memory that it has freed.
+        here = dict(rank0_only=True, offload_to_cpu=False)
+        cfg.strategy.state_dict_cfg = dict(
+            state_dict_type='FULL_STATE_DICT',
+            state_dict_config=dict(type='FullStateDictConfig', **here),
+            optim_state_dict_config=dict(type='FullOptimStateDictConfig', **here),
+        )

@@ -1,0 +1,122 @@
+"""What the command lines for training and testing share: options, and a runner from a config of any MM package."""
+
+import argparse
+import gc
+import os
+from pathlib import Path
+from typing import Any
+
+from mmengine.config import Config, DictAction
+from mmengine.device import is_cuda_available, is_npu_available
+from mmengine.dist import barrier, is_distributed
+from mmengine.hooks import CheckpointHook
+from mmengine.registry import RUNNERS, init_default_scope
+from mmengine.runner import EpochBasedTrainLoop, Runner
+from mmengine.utils import is_installed
+from torch.distributed import destroy_process_group
+
+from .checkpoint import newest_whole_checkpoint
+from .distributed import run_on_cpu
+
+
+def add_common_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument('--work-dir', help='where logs and checkpoints go; work_dirs/NAME_OF_CONFIG if not said')
+    parser.add_argument('--cfg-options', nargs='+', action=DictAction, help='settings to change, as in a.b=1 c=[2,3]')
+    parser.add_argument('--launcher', choices=['none', 'pytorch', 'slurm', 'mpi'], default='none')
+    parser.add_argument('--strict', action='store_true', help='stop at a broken image or annotation; else leave it out')
+    parser.add_argument('--debug', action='store_true', help='show the traceback of every error')
+    parser.add_argument('--local_rank', '--local-rank', type=int, default=0)  # torch.distributed.launch passes it
+
+
+def load_config(args: argparse.Namespace) -> Config:
+    os.environ.setdefault('LOCAL_RANK', str(args.local_rank))
+    cfg = Config.fromfile(args.config)
+    cfg.launcher = args.launcher
+    if args.cfg_options:
+        cfg.merge_from_dict(args.cfg_options)
+    if args.work_dir or not cfg.get('work_dir'):
+        cfg.work_dir = args.work_dir or str(Path('work_dirs') / Path(args.config).stem)
+    return cfg
+
+
+def build_runner(cfg: Config) -> Runner:
+    if cfg.launcher != 'none' and not has_accelerator():
+        run_on_cpu(cfg)
+    init_default_scope(cfg.get('default_scope', 'mmengine'))
+    return Runner.from_cfg(cfg) if 'runner_type' not in cfg else RUNNERS.build(cfg)
+
+
+def leave_together() -> None:
+    """Ends the processes at one time: gloo aborts one that leaves while others still talk to it."""
+    if is_distributed():
+        gc.collect()  # a runner is a cycle, and an FSDP model in it keeps process groups
+        barrier()
+        destroy_process_group()
+
+
+def has_accelerator() -> bool:
+    return is_cuda_available() or is_npu_available()
+
+
+def make_dependable(cfg: Config, strict: bool) -> None:
+    """Adds what this project's engine does for a training run to a config that does not know of it.
+
+    Here and not in the configs, so that any config of any MM package gets it.
+    """
+    hooks = cfg.setdefault('default_hooks', {})
+    checkpoint = hooks.setdefault('checkpoint', dict(type='CheckpointHook', interval=1))
+    if checkpoint and checkpoint['type'] in ('CheckpointHook', CheckpointHook):
+        checkpoint['type'] = 'WholeCheckpointHook'
+    if _is_epoch_loop(cfg.train_cfg):
+        cfg.train_cfg.pop('by_epoch', None)
+        cfg.train_cfg.type = 'ResumableEpochLoop'
+    add_hook(cfg, type='SeedByNumberHook')
+    add_hook(cfg, type='PendingGradientsHook')
+    add_hook(cfg, type='StopOnNonFiniteHook')
+    add_hook(cfg, type='ProgressHook')
+    add_hook(cfg, type='SkipBrokenImagesHook', strict=strict)
+    _write_tensorboard_logs(cfg)
+
+
+def add_hook(cfg: Config, **hook: Any) -> None:
+    """A hook of a type that the config does not have yet."""
+    present = cfg.get('custom_hooks') or []
+    if all(other.get('type') != hook['type'] for other in present):
+        cfg.custom_hooks = [*present, hook]
+
+
+def _is_epoch_loop(train_cfg: Any) -> bool:
+    return train_cfg.get('type') in ('EpochBasedTrainLoop', EpochBasedTrainLoop) or (
+        'type' not in train_cfg and train_cfg.get('by_epoch', False)
+    )
+
+
+def _write_tensorboard_logs(cfg: Config) -> None:
+    if not is_installed('tensorboard'):
+        return
+    visualizer = cfg.get('visualizer') or dict(type='Visualizer')
+    backends = visualizer.get('vis_backends') or [dict(type='LocalVisBackend')]
+    if all(backend['type'] != 'TensorboardVisBackend' for backend in backends):
+        backends = [*backends, dict(type='TensorboardVisBackend')]
+    cfg.visualizer = dict(visualizer, vis_backends=backends)
+
+
+def check_exists(checkpoint: str) -> None:
+    """mmengine looks for a checkpoint only when everything else is built."""
+    if '://' not in checkpoint:
+        os.stat(checkpoint)
+
+
+def resume(cfg: Config, checkpoint: str) -> None:
+    """Sets what to go on from: a file, or for ``auto`` the newest whole one in the work directory."""
+    cfg.resume = True
+    if checkpoint != 'auto':
+        check_exists(checkpoint)
+        cfg.load_from = checkpoint
+        return
+    found = newest_whole_checkpoint(cfg.work_dir)
+    if found is None:
+        cfg.resume = False
+        print(f'No whole checkpoint in {cfg.work_dir}: training starts from the beginning.')
+    else:
+        cfg.load_from = str(found)

@@ -1,0 +1,73 @@
+import os
+import shutil
+
+import pytest
+import torch
+
+from mmdtn.engine.checkpoint import PARTIAL, WholeFileBackend, newest_whole_checkpoint
+from tests.engine.toy import train
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """A work directory with the checkpoints of iterations 2 to 14."""
+    train(tmp_path)
+    return tmp_path
+
+
+def test_the_newest_whole_checkpoint_is_taken(saved):
+    newest = saved / 'iter_14.pth'
+    assert newest_whole_checkpoint(saved).name == 'iter_15.pth'  # of the last iteration
+    (saved / 'iter_15.pth').unlink()
+    assert newest_whole_checkpoint(saved) == newest
+    content = newest.read_bytes()
+    for half in (b'', content[: len(content) // 2], content[:-1], b'\0' * len(content)):
+        newest.write_bytes(half)
+        assert newest_whole_checkpoint(saved).name == 'iter_12.pth', len(half)
+    newest.write_bytes(content[:1000] + bytes([content[1000] ^ 1]) + content[1001:])  # one bit
+    assert newest_whole_checkpoint(saved).name == 'iter_12.pth'
+
+
+def test_what_training_cannot_go_on_from_is_not_taken(saved):
+    weights = torch.load(saved / 'iter_14.pth', weights_only=False)
+    del weights['optimizer']
+    torch.save(weights, saved / 'best_acc_iter_15.pth')
+    torch.save([1, 2], saved / 'list.pth')
+    assert newest_whole_checkpoint(saved).name == 'iter_15.pth'
+    assert newest_whole_checkpoint(saved / 'nowhere') is None
+
+
+def test_a_failed_write_leaves_the_file_that_was_there(tmp_path, monkeypatch):
+    path = tmp_path / 'a.pth'
+    backend = WholeFileBackend()
+    backend.put(b'first', path)
+
+    def disk_is_full(descriptor):
+        raise OSError(28, 'No space left on device')
+
+    monkeypatch.setattr(os, 'fsync', disk_is_full)
+    with pytest.raises(OSError, match='No space'):
+        backend.put(b'second', path)
+    assert path.read_bytes() == b'first' and os.listdir(tmp_path) == ['a.pth']
+
+
+@pytest.mark.parametrize('keep', [1, 2])
+def test_old_checkpoints_go_after_the_new_one_is_there(tmp_path, monkeypatch, keep):
+    there = []
+    put = WholeFileBackend.put
+
+    def look(self, content, path):
+        put(self, content, path)
+        if str(path).endswith('.pth'):
+            there.append(len(list(tmp_path.glob('*.pth'))))
+
+    monkeypatch.setattr(WholeFileBackend, 'put', look)
+    train(tmp_path, max_keep_ckpts=keep)
+    assert max(there) == there[-1] == keep + 1
+    assert len(list(tmp_path.glob('*.pth'))) == keep
+
+
+def test_leftovers_of_a_killed_run_are_removed(saved):
+    shutil.copy(saved / 'iter_2.pth', saved / f'iter_16.pth{PARTIAL}')
+    train(saved)
+    assert not list(saved.glob(f'*{PARTIAL}'))

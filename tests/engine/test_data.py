@@ -1,0 +1,117 @@
+import json
+
+import numpy as np
+import pytest
+from mmengine.registry import DATASETS, DefaultScope
+from PIL import Image
+
+from mmdtn.datasets import write_coco
+from mmdtn.engine.data import DataError, coco_faults, image_fault
+
+
+@pytest.fixture(scope='module')
+def coco(tmp_path_factory):
+    return write_coco(tmp_path_factory.mktemp('data') / 'coco', train=4, val=1, sides=(64, 80))
+
+
+@pytest.fixture
+def annotations(coco, tmp_path):
+    """The content of an annotation file, and a function that writes it to a new one."""
+    content = json.loads((coco / 'annotations' / 'instances_train.json').read_text())
+
+    def write():
+        path = tmp_path / 'changed.json'
+        path.write_text(json.dumps(content))
+        return str(path)
+
+    return content, write
+
+
+def test_a_good_file_has_no_faults(annotations):
+    assert coco_faults(annotations[1]()) == []
+
+
+@pytest.mark.parametrize(
+    ('change', 'expected'),
+    [
+        (dict(bbox=[4, 4, 0, 9]), 'annotation 2 of image 1 (000001.jpg) is 0 x 9 pixels'),
+        (dict(bbox=[4, 4, 9, -3]), 'annotation 2 of image 1 (000001.jpg) is 9 x -3 pixels'),
+        (dict(bbox=[4, 4, float('nan'), 3]), 'annotation 2 of image 1 (000001.jpg) is nan x 3 pixels'),
+        (dict(bbox=[]), 'annotation 2 of image 1 (000001.jpg) has no box of four numbers, but []'),
+        (dict(category_id=6), 'annotation 2 of image 1 (000001.jpg) has category 6; the file defines 1 to 5'),
+        (dict(image_id=77), 'annotation 2 of image 77 (which is not in the file)'),
+        (dict(id=1), 'annotation id 1 is used more than once'),
+    ],
+)
+def test_faults_of_annotations_are_named(annotations, change, expected):
+    content, write = annotations
+    assert content['annotations'][1]['image_id'] == 1
+    content['annotations'][1].update(change)
+    assert coco_faults(write()) == [expected]
+
+
+def test_faults_of_image_entries_are_named(annotations):
+    content, write = annotations
+    content['images'][2]['height'] = 0
+    width = content['images'][2]['width']
+    assert coco_faults(write()) == [f'image 3 (000003.jpg) is {width} x 0 pixels']
+
+
+def test_files_without_anything_to_use(annotations, tmp_path):
+    content, write = annotations
+    content['images'] = []
+    with pytest.raises(DataError, match=r'changed\.json has no images'):
+        coco_faults(write())
+    del content['categories']
+    with pytest.raises(DataError, match=r'changed\.json lacks categories'):
+        coco_faults(write())
+    path = tmp_path / 'half.json'
+    path.write_text('{"images": [{"id": 1, "file_na')
+    with pytest.raises(DataError, match=r'half\.json is not JSON: .* line 1 column'):
+        coco_faults(str(path))
+    path.write_text('{"metainfo": {}, "data_list": []}')
+    assert coco_faults(str(path)) == []  # OpenMMLab's own format
+
+
+@pytest.mark.parametrize(
+    ('kind', 'mode'), [('jpg', 'RGB'), ('png', 'RGB'), ('bmp', 'RGB'), ('webp', 'RGB'), ('png', 'L')]
+)
+def test_whole_and_broken_images(tmp_path, kind, mode):
+    path = tmp_path / f'image.{kind}'
+    noise = np.random.default_rng(0).integers(0, 255, (40, 50, 3)).astype('uint8')
+    Image.fromarray(noise).convert(mode).save(path)
+    content = path.read_bytes()
+    assert image_fault(str(path)) is None
+    path.write_bytes(content + b'\0' * 500)  # some cameras write behind the end
+    assert image_fault(str(path)) is None
+    for part in (0.5, 0.9):
+        path.write_bytes(content[: int(len(content) * part)])
+        assert image_fault(str(path)), part
+    path.write_bytes(b'')
+    assert image_fault(str(path)) == 'the file is empty'
+    path.write_bytes(b'<html>not found</html>' * 20)
+    assert 'cannot identify' in image_fault(str(path))
+    path.unlink()
+    assert image_fault(str(path)) == 'there is no such file'
+
+
+def test_a_wrong_pipeline_is_not_the_images_fault(coco, tmp_path):
+    """Only what does not decode is skipped; any other error stays an error."""
+    import mmdet.datasets  # noqa: F401
+
+    from mmdtn.engine.data import _prepare
+
+    DefaultScope.get_instance('pipeline', scope_name='mmdet')
+    dataset = DATASETS.build(
+        dict(
+            type='CocoDataset',
+            data_root=str(coco),
+            ann_file='annotations/instances_train.json',
+            data_prefix=dict(img='train/'),
+            metainfo=dict(classes=('ring',)),
+            pipeline=[dict(type='LoadImageFromFile'), dict(type='FilterAnnotations')],
+        )
+    )
+    with pytest.raises(AssertionError):
+        _prepare(dataset, dataset.prepare_data, str(tmp_path), False, 0)
+    assert not list(tmp_path.iterdir())

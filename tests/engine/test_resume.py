@@ -1,0 +1,87 @@
+import pytest
+import torch
+
+from mmdtn.engine.resume import _Numbered
+from tests.engine.toy import train
+
+BY_ITERATION = dict(type='IterBasedTrainLoop', max_iters=14)
+
+
+def assert_same(whole, resumed, first):
+    """A resumed run saw what the whole one saw after iteration ``first``, and came to the same weights."""
+    runner, watch = whole
+    resumed_runner, resumed_watch = resumed
+    assert len(resumed_watch.seen) == len(watch.seen) - first
+    for (*place, samples), (*resumed_place, resumed_samples) in zip(
+        watch.seen[first:], resumed_watch.seen, strict=True
+    ):
+        assert place == resumed_place and torch.equal(samples, resumed_samples)
+    for name, value in runner.model.state_dict().items():
+        assert torch.equal(value, resumed_runner.model.state_dict()[name]), name
+
+
+@pytest.mark.parametrize(
+    'options',
+    [
+        dict(),
+        dict(by_epoch=True, interval=1),
+        dict(loop=BY_ITERATION, sampler='InfiniteSampler'),
+        dict(accumulate=3),
+        dict(workers=2),
+        dict(loop=BY_ITERATION, sampler='InfiniteSampler', workers=2),
+    ],
+    ids=['within-epoch', 'by-epoch', 'infinite', 'accumulated', 'workers', 'infinite-workers'],
+)
+def test_a_resumed_run_is_the_uninterrupted_one(tmp_path, options):
+    whole = train(tmp_path / 'whole', **options)
+    name, first = ('epoch_1.pth', 5) if options.get('by_epoch') else ('iter_8.pth', 8)
+    resumed = train(tmp_path / 'resumed', **options, load_from=tmp_path / 'whole' / name)
+    assert_same(whole, resumed, first)
+
+
+def test_resuming_at_the_last_batch_of_an_epoch_ends_the_epoch(tmp_path):
+    whole = train(tmp_path / 'whole', interval=5)
+    resumed = train(tmp_path / 'resumed', load_from=tmp_path / 'whole' / 'iter_10.pth')
+    assert_same(whole, resumed, 10)
+
+
+@pytest.mark.parametrize('options', [dict(), dict(loop=BY_ITERATION, sampler='InfiniteSampler')])
+def test_without_a_seed_in_the_config_the_checkpoints_is_taken(tmp_path, options):
+    whole = train(tmp_path / 'whole', seed=None, **options)
+    resumed = train(tmp_path / 'resumed', seed=None, load_from=tmp_path / 'whole' / 'iter_8.pth', **options)
+    assert_same(whole, resumed, 8)
+    _, other = train(tmp_path / 'other', seed=None, **options)
+    assert not torch.equal(other.seen[0][2], whole[1].seen[0][2])
+
+
+def test_samples_do_not_depend_on_the_number_of_data_workers(tmp_path):
+    _, alone = train(tmp_path / 'alone')
+    _, helped = train(tmp_path / 'helped', workers=2)
+    for (*_, samples), (*_, others) in zip(alone.seen, helped.seen, strict=True):
+        assert torch.equal(samples, others)
+
+
+def test_augmentation_differs_from_epoch_to_epoch(tmp_path):
+    _, watch = train(tmp_path / 'run')
+    noise = torch.cat([samples[:, 1] for *_, samples in watch.seen])
+    assert len(noise.unique()) == len(noise) == 30
+
+
+def test_an_epoch_of_another_length_starts_over(tmp_path):
+    train(tmp_path / 'run')
+    runner, watch = train(tmp_path / 'longer', length=14, load_from=tmp_path / 'run' / 'iter_8.pth')
+    assert [place for *place, _ in watch.seen][:2] == [[1, 0], [1, 1]] and len(watch.seen) == 14
+    assert runner.iter == runner.max_iters == 21
+
+
+def test_processes_share_one_numbering(monkeypatch):
+    """Whoever loads a sample, it is augmented alike: the world size does not matter."""
+
+    class EveryOther(list):
+        epoch = 2
+
+    def numbers(rank, world_size):
+        monkeypatch.setattr('mmdtn.engine.resume.get_dist_info', lambda: (rank, world_size))
+        return {int(d): d.number for d in _Numbered(EveryOther(range(rank, 8, world_size)), 0)}
+
+    assert numbers(0, 1) == numbers(0, 2) | numbers(1, 2) == {i: 16 + i for i in range(8)}

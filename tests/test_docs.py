@@ -1,0 +1,121 @@
+"""README and docs tell the truth: links resolve, commands exist with the options they show, code runs."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from mmengine.config import Config
+from mmengine.registry import MODELS
+
+REPO = Path(__file__).parents[1]
+PAGES = [REPO / 'README.md', *sorted((REPO / 'docs').glob('*.md')), *sorted(REPO.glob('configs/*/README.md'))]
+
+
+def named(page):
+    return str(page.relative_to(REPO))
+
+
+@pytest.mark.parametrize('page', PAGES, ids=named)
+def test_relative_links_resolve(page):
+    for target in re.findall(r'\]\(([^)]+)\)', page.read_text()):
+        if target.startswith('http'):
+            continue
+        path, _, anchor = target.partition('#')
+        linked = (page.parent / path).resolve() if path else page
+        assert linked.exists(), target
+        if anchor:
+            headings = re.findall(r'^#+ (.+)$', linked.read_text(), re.M)
+            assert anchor in {re.sub(r'[^\w -]', '', h).lower().replace(' ', '-') for h in headings}, target
+
+
+def commands():
+    """``(page, line)`` of all commands: those set off as code, and those within a line."""
+    for page in PAGES:
+        text = page.read_text()
+        for line in re.findall(r'^ {4}(.+)$', text, re.M) + re.findall(r'`([^`\n]+)`', text):
+            line = re.sub(r'\s+#.*$', '', line)
+            if re.match(r'([A-Z_]+=\S+ )*(python |make |tools/|requirements/)', line):
+                yield pytest.param(line, id=f'{named(page)}: {line[:60]}')
+
+
+@pytest.mark.parametrize('line', commands())
+def test_commands_exist_with_their_options(line):
+    words = re.sub(r'^([A-Z_]+=\S+ )+', '', line).split()
+    if words[0] == 'make':
+        targets = [word for word in words[1:] if '=' not in word]
+        assert all(re.search(rf'^{target}:', (REPO / 'Makefile').read_text(), re.M) for target in targets)
+        return
+    if words[:2] == ['python', '-m']:
+        assert (REPO / (words[2].replace('.', '/') + '.py')).exists()
+        return
+    if words[:2] == ['python', '-c']:
+        return
+    script = REPO / (words[1] if words[0] == 'python' else words[0])
+    assert script.exists()
+    assert not re.search(r'/\S+\.py\b', ' '.join(words[2:])) or all(
+        (REPO / word).exists() for word in words[2:] if word.startswith('configs/') and '{' not in word
+    )
+    source = script.read_text() + (REPO / 'tools' / 'train.py').read_text() * script.name.endswith('train.sh')
+    source += ''.join(p.read_text() for p in (REPO / 'mmdtn' / 'engine').glob('launch.py'))
+    for option in (word for word in words if word.startswith('--')):
+        assert f"'{option}'" in source, option
+
+
+def test_the_layers_example_of_the_readme_runs():
+    (code,) = re.findall(r'((?: {4}.*DTN.*\n){4})', (REPO / 'README.md').read_text())
+    height, width = 5, 7
+    names = dict(
+        tokens=torch.randn(2, height, width, 64), image=torch.randn(2, 64, height, width), height=height, width=width
+    )
+    lines = [line.strip() for line in code.splitlines()]
+    exec(lines[0], names)
+    assert [tuple(eval(lines[1], names).shape), tuple(eval(lines[3], names).shape)] == [(2, 5, 7, 64), (2, 64, 5, 7)]
+    names['tokens'] = torch.randn(2, 35, 64)
+    assert eval(lines[2], names).shape == (2, 35, 64)
+
+
+def test_the_guides_detector_is_one(tmp_path):
+    text = (REPO / 'docs' / 'configs.md').read_text()
+    (block,) = re.findall(
+        r'((?: {4}.*\n)+)', text.partition('## A detector of your own')[2].partition('`norm` catches')[0]
+    )
+    (tmp_path / 'mine.py').write_text('\n'.join(line[4:] for line in block.splitlines()))
+    cfg = Config.fromfile(tmp_path / 'mine.py')
+    backbone = MODELS.build(cfg.model.backbone)
+    assert [m.shape[1] for m in backbone(torch.randn(1, 3, 64, 64))] == cfg.model.neck.in_channels
+
+
+def norm_cfgs():
+    return re.findall(r'^\| `(dict\(type=.+?\))` \|', (REPO / 'docs' / 'configs.md').read_text(), re.M)
+
+
+@pytest.mark.parametrize('text', norm_cfgs())
+def test_the_guides_norm_cfgs_build(text):
+    from mmdtn.backbones import PVTDTN
+
+    PVTDTN('b0', norm_cfg=eval(text))
+
+
+def test_troubleshooting_quotes_messages_that_exist():
+    """Those of this package: the fixed words of each message are somewhere in its source."""
+    ours = ''.join(p.read_text() for folder in ('mmdtn', 'tools') for p in (REPO / folder).rglob('*.py'))
+    ours = re.sub(r"['\"]\s*\n\s*f?['\"]", '', ours)
+    table = (REPO / 'docs' / 'troubleshooting.md').read_text()
+    for quoted in (
+        'does not divide num_features',
+        'DTN takes B x H x W x C',
+        'The class token cannot join before block',
+        'DTN runs uncompiled: torch.compile failed here',
+        'There is no checkpoint',
+        'The target has DTN layers, of which the file has no',
+        'A warm start needs norm_cfg=',
+        'Tensors that do not fit',
+        'is damaged: the checksum of its part',
+        'not a checkpoint that can be loaded without running code from it',
+        'has no auto_scale_lr.base_batch_size',
+        'the loss is',
+    ):
+        assert quoted in table
+        words = quoted.replace('num_features', '').replace('B x H x W x C', 'B x H x W x').strip()
+        assert words in ours, words

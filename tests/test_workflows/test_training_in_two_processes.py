@@ -1,0 +1,148 @@
+"""Two processes over gloo do what one does with all the data."""
+
+import itertools
+import re
+
+import pytest
+import torch
+from mmengine.fileio import load
+
+from mmdtn.datasets import write_classification, write_coco
+from tests.training import run_tool, write_classifier, write_detector
+
+PORTS = itertools.count(29700)
+
+# Five steps, without what has to differ: each process drops paths of its own, and pads its own batch. SGD, because Adam
+# makes a step of full size out of round-off where a gradient is zero, as that of the attention's key bias is.
+SAME = """
+custom_imports = dict(imports=['mmdtn', 'tests.engine.save_steps'])
+custom_hooks = [dict(type='SaveFirstGradients')]
+model['backbone']['drop_path_rate'] = 0
+optim_wrapper = dict(
+    optimizer=dict(_delete_=True, type='SGD', lr=0.05, momentum=0.9, weight_decay=0.01), clip_grad=None)
+train_cfg = dict(max_epochs=1)
+param_scheduler = []
+find_unused_parameters = False
+"""
+# ATSS averages the number of positive anchors over processes; MMDetection's RetinaNet divides by each process's own.
+DETECTOR = """
+_square = dict(type='Resize', scale=(96, 96), keep_ratio=False)
+_train.update(pipeline=[*_load, _square, dict(type='RandomFlip', prob=0.5), dict(type='PackDetInputs')])
+train_dataloader.update(dataset=_train, batch_sampler=None)
+val_dataloader = val_evaluator = val_cfg = test_dataloader = test_evaluator = test_cfg = None
+model.update(
+    bbox_head=dict(
+        _delete_=True, type='ATSSHead', num_classes=5, in_channels=32, stacked_convs=1, feat_channels=32,
+        anchor_generator=dict(type='AnchorGenerator', ratios=[1.0], octave_base_scale=8, scales_per_octave=1,
+                              strides=[8, 16, 32, 64, 128]),
+        loss_cls=dict(type='FocalLoss'), loss_bbox=dict(type='GIoULoss')),
+    train_cfg=dict(_delete_=True, assigner=dict(type='ATSSAssigner', topk=9), allowed_border=-1, pos_weight=-1))
+"""
+
+
+@pytest.fixture(scope='module')
+def data(tmp_path_factory):
+    root = tmp_path_factory.mktemp('data')
+    return dict(
+        classifier=write_classification(root / 'classes', train=20, val=10),
+        detector=write_coco(root / 'coco', train=20, val=2, sides=(64, 96)),
+    )
+
+
+def config(folder, kind, data, more=''):
+    write = dict(classifier=write_classifier, detector=write_detector)[kind]
+    return write(folder / f'{kind}.py', data[kind], more)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('kind', ['classifier', 'detector'])
+def test_same_gradients_and_weights_as_one_process(tmp_path, data, kind):
+    path = config(tmp_path, kind, data, SAME + (DETECTOR if kind == 'detector' else ''))
+    batch = ('--cfg-options', 'train_dataloader.batch_size=4')
+    run_tool('train.py', path, '--work-dir', 'one', *batch, cwd=tmp_path)
+    batch = ('--cfg-options', 'train_dataloader.batch_size=2')
+    run_tool('dist_train.sh', path, 2, '--work-dir', 'two', *batch, cwd=tmp_path, PORT=str(next(PORTS)))
+
+    one, two, other = (
+        torch.load(tmp_path / name) for name in ('one/gradients_0.pth', 'two/gradients_0.pth', 'two/gradients_1.pth')
+    )
+    assert one.keys() == two.keys()
+    assert max(gradient.abs().max() for gradient in one.values()) > 0.01
+    for name, gradient in one.items():
+        torch.testing.assert_close(two[name], gradient, rtol=0, atol=1e-5, msg=name)
+        assert torch.equal(two[name], other[name]), name
+
+    one, two = (torch.load(tmp_path / name / 'epoch_1.pth', weights_only=False) for name in ('one', 'two'))
+    assert one['meta']['iter'] == two['meta']['iter'] == 5
+    for name, weight in one['state_dict'].items():
+        torch.testing.assert_close(two['state_dict'][name], weight, rtol=0, atol=1e-4, msg=name)
+
+
+@pytest.mark.slow
+def test_evaluation_in_two_processes_is_that_of_one(tmp_path, data):
+    path = config(tmp_path, 'classifier', data)
+    run_tool('train.py', path, '--work-dir', 'work', cwd=tmp_path)
+    checkpoint = tmp_path / 'work' / 'epoch_2.pth'
+    one = run_tool('test.py', path, checkpoint, '--out', 'one.pkl', cwd=tmp_path)
+    two = run_tool('dist_test.sh', path, checkpoint, 2, '--out', 'two.pkl', cwd=tmp_path, PORT=str(next(PORTS)))
+
+    def accuracy(done):
+        return done.stdout.rpartition('accuracy/top1: ')[2].split()[0]
+
+    assert accuracy(one) == accuracy(two)
+    one, two = (load(tmp_path / name) for name in ('one.pkl', 'two.pkl'))
+    assert [sample['img_path'] for sample in one] == [sample['img_path'] for sample in two]
+    for sample, other in zip(one, two, strict=True):
+        torch.testing.assert_close(sample['pred_score'], other['pred_score'])
+
+
+@pytest.mark.slow
+def test_fsdp_saves_what_one_process_loads(tmp_path, data):
+    more = """
+runner_type = 'FlexibleRunner'
+strategy = dict(type='FSDPStrategy', state_dict_cfg='full')
+train_cfg = dict(max_epochs=1)
+"""
+    path = config(tmp_path, 'classifier', data, more)
+    done = run_tool('dist_train.sh', path, 2, '--work-dir', 'sharded', cwd=tmp_path, PORT=str(next(PORTS)))
+    expected = done.stdout.rpartition('accuracy/top1: ')[2].split()[0]
+    plain = config(tmp_path, 'classifier', data)
+    tested = run_tool('test.py', plain, 'sharded/epoch_1.pth', cwd=tmp_path)
+    assert 'missing keys' not in tested.stdout and 'unexpected key' not in tested.stdout
+    assert tested.stdout.rpartition('accuracy/top1: ')[2].split()[0] == expected
+
+    # The same model on one process, before and after: the checkpoint has all weights, whole and trained.
+    run_tool('train.py', plain, '--work-dir', 'whole', '--cfg-options', 'train_cfg.max_epochs=1', cwd=tmp_path)
+    sharded, whole = (
+        torch.load(tmp_path / name / 'epoch_1.pth', weights_only=False)['state_dict'] for name in ('sharded', 'whole')
+    )
+    assert {name: value.shape for name, value in sharded.items()} == {n: value.shape for n, value in whole.items()}
+    moved = [name for name in whole if not torch.equal(sharded[name], whole[name])]
+    assert moved
+
+
+@pytest.mark.slow
+def test_faults_on_one_process_are_dealt_with_by_all(tmp_path):
+    data = write_classification(tmp_path / 'classes', train=20, val=9)
+    images = {split: sorted((data / split).rglob('*.jpg')) for split in ('train', 'val')}
+    images['train'][3].write_bytes(b'')
+    images['val'][2].unlink()  # the files of both processes together are listed, and evaluated, once
+    path = write_classifier(tmp_path / 'classifier.py', data, f"_val['ann_file'] = '{tmp_path}/val.txt'\n")
+    (tmp_path / 'val.txt').write_text(''.join(f'{p.relative_to(data / "val")} 0\n' for p in images['val']))
+    done = run_tool('dist_train.sh', path, 2, '--work-dir', 'work', cwd=tmp_path, PORT=str(next(PORTS)))
+    assert done.stdout.count('2 images were skipped') == 1
+    assert (
+        f'{images["train"][3]} (id ' in done.stdout
+        and f'{images["val"][2]} (id 2): there is no such file' in done.stdout
+    )
+    checkpoint = tmp_path / 'work' / 'epoch_2.pth'
+    run_tool('dist_test.sh', path, checkpoint, 2, '--out', 'out.pkl', cwd=tmp_path, PORT=str(next(PORTS)))
+    assert sorted(sample['img_path'] for sample in load(tmp_path / 'out.pkl')) == [
+        str(p) for p in images['val'] if p.exists()
+    ]
+
+    spoil = f"_train['pipeline'].insert(2, dict(type='tests.engine.spoil.Spoil', name='{images['train'][5].name}'))\n"
+    path.write_text(path.read_text() + spoil)
+    done = run_tool('dist_train.sh', path, 2, '--work-dir', 'nan', cwd=tmp_path, check=False, PORT=str(next(PORTS)))
+    assert done.returncode != 0 and str(images['train'][5]) in done.stderr
+    assert len(re.findall(r'error: the loss is nan in iteration \d', done.stderr)) == 1

@@ -1,0 +1,282 @@
+"""What a person who calls tools/train.py meets: errors in one line, flags, logs, a dry run."""
+
+import json
+import os
+import re
+import sys
+from io import StringIO
+from pathlib import Path
+
+import pytest
+import torch
+
+from mmdtn.datasets import write_classification, write_coco
+from tests.training import REPO, run_tool, write_classifier, write_detector
+from tools.train import configure, main, parse_args
+
+
+@pytest.fixture(scope='module')
+def data(tmp_path_factory):
+    root = tmp_path_factory.mktemp('data')
+    write_classification(root / 'classes', train=10, val=5)
+    write_coco(root / 'coco', train=4, val=2, sides=(64, 80))
+    return root
+
+
+@pytest.fixture
+def classifier(tmp_path, data):
+    return write_classifier(tmp_path / 'classifier.py', data / 'classes')
+
+
+@pytest.fixture
+def detector(tmp_path, data):
+    return write_detector(tmp_path / 'detector.py', data / 'coco')
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ('change', 'expected'),
+    [
+        ('model.backbone.type=PVTDTM', r"type='PVTDTM' is not in the registry \w+::model; nearest: PVTDTN"),
+        ('model.backbone.arch=tinny', r"PVTDTN: arch='tinny'.*; nearest: tiny"),
+        ('model.backbone.norm_cfg.type=DTM', r"type='DTM' is not in the registry \w+::model; nearest: DTN"),
+        ('model.backbone.norm_cfg.num_head=2', "DTN has no argument 'num_head'; nearest: num_heads"),
+        ('model.backbone.norm_cfg.num_heads=3', 'num_heads=3 does not divide num_features=16'),
+        ('optim_wrapper.optimizer.type=AdamWW', r"type='AdamWW' is not in the registry .*optimizer; nearest: AdamW"),
+        ('param_scheduler.0.type=LinearLRR', r"type='LinearLRR' is not in the registry .*; nearest: LinearLR"),
+        ('train_dataloader.dataset.type=CustomDateset', "type='CustomDateset' .*nearest: CustomDataset"),
+        (
+            'train_dataloader.dataset.data_root={data}/clases',
+            r"{data}/clases/train does not exist: there is no 'clases' in {data}; nearest: classes",
+        ),
+    ],
+)
+def test_a_wrong_config_is_one_line(tmp_path, data, classifier, change, expected):
+    with pytest.raises(SystemExit) as stopped:
+        main([str(classifier), '--work-dir', str(tmp_path / 'work'), '--cfg-options', change.format(data=data)])
+    message = stopped.value.code
+    assert isinstance(message, str), 'an exit code other than 0, and the text on stderr'
+    assert message.startswith('error: ') and '\n' not in message
+    assert re.search(expected.format(data=data), message), message
+
+
+def test_debug_shows_the_traceback(tmp_path, classifier):
+    wrong = [str(classifier), '--work-dir', str(tmp_path), '--cfg-options', 'model.backbone.type=PVTDTM']
+    with pytest.raises(SystemExit, match=r'nearest: PVTDTN.*--debug'):
+        main(wrong)
+    with pytest.raises(KeyError, match='PVTDTM'):
+        main([*wrong, '--debug'])
+
+
+def test_a_missing_annotation_file_and_a_missing_config(tmp_path, data, detector):
+    wrong = f'train_dataloader.dataset.data_root={data}/koko'
+    with pytest.raises(SystemExit, match=rf"there is no 'koko' in {data}; nearest: coco"):
+        main([str(detector), '--work-dir', str(tmp_path / 'work'), '--cfg-options', wrong])
+    with pytest.raises(SystemExit, match=r'detectr\.py does not exist; nearest: detector\.py'):
+        main([str(tmp_path / 'detectr.py')])
+    broken = tmp_path / 'broken.py'
+    broken.write_text('model = dict(\n')
+    with pytest.raises(SystemExit, match=r'^error: [^\n]*broken\.py[^\n]*$'):
+        main([str(broken)])
+    with pytest.raises(SystemExit, match=r'lost\.pth does not exist'):
+        main([str(detector), '--resume', str(tmp_path / 'lost.pth')])
+
+
+def test_an_error_of_the_code_keeps_its_traceback(tmp_path, classifier, monkeypatch):
+    monkeypatch.setattr('tools.train.check_data', lambda *args: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        main([str(classifier), '--work-dir', str(tmp_path / 'work')])
+
+
+@pytest.mark.slow
+def test_the_exit_code_and_the_last_line(tmp_path, classifier):
+    done = run_tool('train.py', classifier, '--cfg-options', 'model.head.type=LinearHead', cwd=tmp_path, check=False)
+    assert done.returncode == 1 and 'Traceback' not in done.stderr
+    assert 'nearest: LinearClsHead' in done.stderr.strip().splitlines()[-1]
+
+
+def test_flags(tmp_path, classifier, detector):
+    cfg = configure(parse_args([str(classifier), '--amp', '--auto-scale-lr', '--work-dir', str(tmp_path / 'w')]))
+    assert cfg.work_dir == str(tmp_path / 'w') and cfg.auto_scale_lr.enable
+    assert cfg.optim_wrapper.type == ('AmpOptimWrapper' if torch.cuda.is_available() else 'BFloat16OptimWrapper')
+    assert configure(parse_args([str(detector)])).work_dir == 'work_dirs/detector'
+    cfg = configure(parse_args([str(detector), '--cfg-options', 'train_cfg.max_epochs=7', 'model.neck.num_outs=6']))
+    assert (cfg.train_cfg.max_epochs, cfg.model.neck.num_outs) == (7, 6)
+    no_base = tmp_path / 'no_base.py'
+    no_base.write_text(f"_base_ = '{classifier}'\nauto_scale_lr = dict(_delete_=True)")
+    with pytest.raises(SystemExit, match=r'no auto_scale_lr\.base_batch_size'):
+        main([str(no_base), '--auto-scale-lr'])
+
+
+@pytest.mark.parametrize(
+    'config', ['mmdet::faster_rcnn/faster-rcnn_r50_fpn_1x_coco.py', 'mmpretrain::resnet/resnet18_8xb32_in1k.py']
+)
+def test_any_config_of_any_package_becomes_dependable(tmp_path, config):
+    path = tmp_path / 'theirs.py'
+    path.write_text(f"_base_ = '{config}'")
+    cfg = configure(parse_args([str(path), '--strict']))
+    hooks = {hook['type']: hook for hook in cfg.custom_hooks}
+    assert hooks.keys() >= {'SeedByNumberHook', 'StopOnNonFiniteHook', 'SkipBrokenImagesHook', 'PendingGradientsHook'}
+    assert hooks['SkipBrokenImagesHook']['strict']
+    assert cfg.default_hooks.checkpoint.type == 'WholeCheckpointHook' and cfg.default_hooks.checkpoint.interval == 1
+    assert cfg.train_cfg.type == 'ResumableEpochLoop' and 'by_epoch' not in cfg.train_cfg
+    assert [backend['type'] for backend in cfg.visualizer.vis_backends] == ['LocalVisBackend', 'TensorboardVisBackend']
+
+
+def test_resume_takes_what_is_there(tmp_path, classifier, capsys):
+    pretrained = tmp_path / 'pretrained.pth'
+    arguments = [
+        str(classifier),
+        '--resume',
+        '--work-dir',
+        str(tmp_path / 'work'),
+        '--cfg-options',
+        f'load_from={pretrained}',
+    ]
+    cfg = configure(parse_args(arguments))
+    assert (cfg.resume, cfg.load_from) == (False, str(pretrained)), 'a first start loads what the config says'
+    assert 'from the beginning' in capsys.readouterr().out
+    (tmp_path / 'work').mkdir()
+    torch.save(dict(meta={}, state_dict={}, optimizer={}), tmp_path / 'work' / 'epoch_3.pth')
+    (tmp_path / 'work' / 'last_checkpoint').write_text('epoch_4.pth')
+    cfg = configure(parse_args(arguments))
+    assert (cfg.resume, cfg.load_from) == (True, str(tmp_path / 'work' / 'epoch_3.pth'))
+
+
+class Terminal(StringIO):
+    def isatty(self):
+        return True
+
+
+@pytest.mark.slow
+def test_progress_logs_and_tensorboard(tmp_path, classifier, monkeypatch):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    work = tmp_path / 'work'
+    screen = Terminal()
+    monkeypatch.setattr(sys, 'stdout', screen)
+    main([str(classifier), '--work-dir', str(work)])
+    drawn = screen.getvalue()
+    assert re.search(r'epoch 2/2  \[#{20}\] 6/6  eta 0:00:00  loss \d+\.\d{4}  lr \d\.\d\de-\d\d', drawn)
+    assert re.search(r'validation  \[#{20}\] 2/2', drawn)
+    (log,) = work.glob('*/*.log')
+    assert '\r' not in log.read_text() and '\x1b' not in log.read_text() and 'Epoch(train) [2][3/3]' in log.read_text()
+    (events,) = work.glob('*/vis_data/events.*')
+    accumulator = EventAccumulator(str(events))
+    accumulator.Reload()
+    losses = [json.loads(line) for line in next(work.glob('*/vis_data/scalars.json')).read_text().splitlines()]
+    shown = [event.value for event in accumulator.Scalars('loss')]
+    assert shown == pytest.approx([line['loss'] for line in losses if 'loss' in line], rel=1e-5) and len(shown) == 6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('kind', ['classifier', 'detector'])
+def test_dry_run_reports_and_leaves_nothing(tmp_path, kind, request, capsys, monkeypatch):
+    config = request.getfixturevalue(kind)
+    monkeypatch.chdir(tmp_path)
+    before = sorted(os.listdir(tmp_path))
+    main(
+        [
+            str(config),
+            '--dry-run',
+            '--cfg-options',
+            'train_cfg.max_epochs=50',
+            'train_cfg.val_interval=20',
+            'train_dataloader.batch_size=1',
+            'train_dataloader.batch_sampler=None',
+        ]
+    )
+    report = capsys.readouterr().out
+    steps, batches = (500, 2) if kind == 'classifier' else (200, 1)
+    found = re.search(rf'training step: ([\d.]+) s, {steps} of them in 50 epochs', report)
+    validation = re.search(rf'validation step: ([\d.]+) s, {batches} of them in each of 3 validations', report)
+    hours, minutes, seconds = map(int, re.search(r'the whole run: (\d+):(\d+):(\d+)', report).groups())
+    assert re.search(r'peak memory: \d+\.\d\d GB', report)
+    expected = float(found[1]) * steps + float(validation[1]) * batches * 3
+    assert hours * 3600 + minutes * 60 + seconds == pytest.approx(expected, abs=1.5)
+    assert sorted(os.listdir(tmp_path)) == before
+    assert report.count('Epoch(train)') == 2
+
+
+@pytest.mark.parametrize('script', ['dist_train.sh', 'dist_test.sh', 'slurm_train.sh', 'slurm_test.sh'])
+def test_scripts_say_how_they_are_called(tmp_path, script):
+    done = run_tool(script, cwd=tmp_path, check=False)
+    assert done.returncode == 2 and 'usage:' in done.stderr
+
+
+def stand_in(folder: Path, name: str) -> None:
+    """A program that writes down how it was called."""
+    program = folder / name
+    program.write_text('#!/bin/sh\nfor a in "$@"; do echo "$a"; done > called.txt\n')
+    program.chmod(0o755)
+
+
+def test_slurm_scripts_call_srun(tmp_path):
+    stand_in(tmp_path, 'srun')
+    path = f'{tmp_path}:{os.environ["PATH"]}'
+    run_tool(
+        'slurm_train.sh',
+        'part',
+        'job',
+        'a config.py',
+        'work dir',
+        '--resume',
+        cwd=tmp_path,
+        PATH=path,
+        GPUS='16',
+        SRUN_ARGS='--time=1:00:00 --exclusive',
+    )
+    called = (tmp_path / 'called.txt').read_text().splitlines()
+    assert called[:2] == ['-p', 'part']
+    assert {'--job-name=job', '--gres=gpu:8', '--ntasks=16', '--ntasks-per-node=8'} <= set(called)
+    assert {'--time=1:00:00', '--exclusive'} <= set(called)
+    tail = ['a config.py', '--work-dir', 'work dir', '--launcher', 'slurm', '--resume']
+    assert called[-7:] == [f'{REPO}/tools/train.py', *tail]
+    run_tool(
+        'slurm_test.sh',
+        'part',
+        'job',
+        'c.py',
+        'x.pth',
+        '--out',
+        'o.pkl',
+        cwd=tmp_path,
+        PATH=path,
+        GPUS='4',
+        GPUS_PER_NODE='0',
+        TASKS_PER_NODE='2',
+    )
+    called = (tmp_path / 'called.txt').read_text().splitlines()
+    assert not [word for word in called if word.startswith('--gres')] and '--ntasks-per-node=2' in called
+    assert called[-7:] == [f'{REPO}/tools/test.py', 'c.py', 'x.pth', '--launcher', 'slurm', '--out', 'o.pkl']
+
+
+def test_dist_scripts_pass_nodes_and_addresses_on(tmp_path):
+    stand_in(tmp_path, 'fake_python')
+    run_tool(
+        'dist_train.sh',
+        'a config.py',
+        4,
+        '--amp',
+        cwd=tmp_path,
+        NNODES='3',
+        NODE_RANK='2',
+        MASTER_ADDR='first',
+        PORT='1234',
+        PYTHON=str(tmp_path / 'fake_python'),
+    )
+    called = (tmp_path / 'called.txt').read_text().splitlines()
+    assert called == [
+        '-m',
+        'torch.distributed.run',
+        '--nnodes=3',
+        '--node_rank=2',
+        '--master_addr=first',
+        '--master_port=1234',
+        '--nproc_per_node=4',
+        f'{REPO}/tools/train.py',
+        'a config.py',
+        '--launcher',
+        'pytorch',
+        '--amp',
+    ]

@@ -1,0 +1,90 @@
+"""Shows what a config trains on, after its pipeline: python tools/analysis_tools/browse_dataset.py CONFIG --out DIR
+
+Boxes and masks of detection data sets, drawn by MMDetection's visualizer, and labels of classification data sets, by
+MMPretrain's.
+"""
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from mmengine.config import Config, DictAction
+from mmengine.registry import DATASETS, VISUALIZERS, init_default_scope
+from mmengine.runner import set_random_seed
+from mmengine.utils import import_modules_from_strings
+
+from mmdtn.engine.errors import UserError, readable_errors
+
+SMALLEST = 480  # pixels of the longer side: smaller images are drawn enlarged, so that labels can be read
+
+
+def browse(cfg: Config, split: str, out: Path, number: int) -> list[Path]:
+    """The pictures written, of images that are spread evenly over the data set."""
+    if 'custom_imports' in cfg:
+        import_modules_from_strings(**cfg.custom_imports)
+    scope = cfg.get('default_scope', 'mmengine')
+    init_default_scope(scope)
+    if not cfg.get(f'{split}_dataloader'):
+        raise UserError(f'the config has no {split}_dataloader.')
+    set_random_seed(cfg.get('randomness', {}).get('seed') or 0)
+    dataset = DATASETS.build(cfg[f'{split}_dataloader'].dataset)
+    if len(dataset) == 0:
+        raise UserError(f'the {split} data set is empty.')
+    kind = 'UniversalVisualizer' if scope == 'mmpretrain' else 'DetLocalVisualizer'
+    visualizer = VISUALIZERS.build(dict(type=kind, name=f'browse {out}'))
+    visualizer.dataset_meta = dataset.metainfo
+    out.mkdir(parents=True, exist_ok=True)
+    count = min(number, len(dataset))
+    written = []
+    for i in (i * len(dataset) // count for i in range(count)):
+        data = dataset[i]
+        sample = data['data_samples']
+        name = Path(sample.get('img_path') or 'image').stem
+        path = out / f'{i:06d}_{name}.png'
+        # As MMEngine's data sets read it, blue first, unless they have it from an archive, as CIFAR.
+        image = data['inputs'].permute(1, 2, 0).numpy()
+        image = image[..., ::-1] if sample.get('img_path') else image
+        draw = _draw_labels if kind == 'UniversalVisualizer' else _draw_boxes
+        draw(visualizer, np.ascontiguousarray(image), sample, path)
+        written.append(path)
+    return written
+
+
+def _draw_labels(visualizer: Any, image: np.ndarray, sample: Any, path: Path) -> None:
+    scale = max(1, -(-SMALLEST // max(image.shape[:2])))
+    visualizer.visualize_cls(image, sample, rescale_factor=scale, out_file=str(path))
+
+
+def _draw_boxes(visualizer: Any, image: np.ndarray, sample: Any, path: Path) -> None:
+    scale = max(1, -(-SMALLEST // max(image.shape[:2])))
+    instances = sample.gt_instances
+    boxes = instances.bboxes
+    instances.bboxes = getattr(boxes, 'tensor', boxes) * scale
+    if 'masks' in instances:
+        masks = instances.masks
+        instances.masks = masks.resize((image.shape[0] * scale, image.shape[1] * scale)).to_ndarray().astype(bool)
+    image = image.repeat(scale, 0).repeat(scale, 1)
+    visualizer.add_datasample(path.stem, image, sample, draw_pred=False, out_file=str(path))
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument('config')
+    parser.add_argument('--out', type=Path, required=True, help='directory for the pictures')
+    parser.add_argument('--split', choices=['train', 'val', 'test'], default='train')
+    parser.add_argument('--number', type=int, default=20, help='images, spread evenly over all (default: %(default)s)')
+    parser.add_argument('--cfg-options', nargs='+', action=DictAction, help='settings to change, as in a.b=1 c=[2,3]')
+    parser.add_argument('--debug', action='store_true', help='show the traceback of every error')
+    args = parser.parse_args(arguments)
+    if args.number < 1:
+        parser.error(f'--number {args.number}: at least one image')
+    with readable_errors(args.debug):
+        cfg = Config.fromfile(args.config)
+        cfg.merge_from_dict(args.cfg_options or {})
+        print(f'written: {len(browse(cfg, args.split, args.out, args.number))} pictures in {args.out}')
+
+
+if __name__ == '__main__':
+    main()

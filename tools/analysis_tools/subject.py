@@ -1,0 +1,175 @@
+"""A trained model and the images that an analysis shows it."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mmcv
+import mmengine
+import numpy as np
+import torch
+from mmengine.config import Config
+from mmengine.dataset import Compose, pseudo_collate
+from mmengine.registry import DATASETS, MODELS, init_default_scope
+from mmengine.utils import import_modules_from_strings
+from torch import nn
+
+from mmdtn import checkpoints
+from mmdtn.analysis import BlockTokens, Capture
+from mmdtn.backbones.blocks import Backbone
+from mmdtn.engine.errors import UserError
+
+SPLITS = ('train', 'val', 'test')
+SUFFIXES = ('.jpg', '.jpeg', '.png', '.bmp', '.webp', '.tif', '.tiff')
+BARE_SIDE = 224  # what a backbone without a data pipeline gets to see
+
+
+@dataclass
+class Subject:
+    label: str
+    config: str
+    checkpoint: str
+    cfg: Config
+    model: nn.Module
+    classes: tuple[str, ...]
+
+    def class_name(self, label: int) -> str:
+        return self.classes[label] if label < len(self.classes) else str(label)
+
+
+@dataclass
+class Seen:
+    """One image, as the model saw it and what it made of it."""
+
+    name: str
+    picture: np.ndarray  # RGB, what predictions are drawn on
+    blocks: list[BlockTokens]
+    sample: Any  # with predictions, and annotations if there are any; None for a bare backbone
+
+
+def load(config: str, checkpoint: str) -> Subject:
+    cfg = Config.fromfile(config)
+    if 'custom_imports' in cfg:
+        import_modules_from_strings(**cfg.custom_imports)
+    init_default_scope(cfg.get('default_scope', 'mmengine'))
+    if 'model' not in cfg:
+        raise UserError(f'{config} has no model.')
+    settings = cfg.model
+    if cfg.get('data_preprocessor'):
+        settings.setdefault('data_preprocessor', cfg.data_preprocessor)
+    model = MODELS.build(settings).eval()
+    state = checkpoints.read(checkpoint)
+    if isinstance(model, Backbone) and any(key.startswith('backbone.') for key in state):
+        state = {k.removeprefix('backbone.'): v for k, v in state.items() if k.startswith('backbone.')}
+    try:
+        model.load_state_dict(state)
+    except RuntimeError as error:
+        lines = [line.strip() for line in str(error).splitlines()]
+        raise UserError(f'{checkpoint} does not fit {config}: {" ".join(lines[1:3])[:400]}') from None
+    meta = checkpoints.load(checkpoint)
+    meta = meta.get('meta', {}) if isinstance(meta, dict) else {}
+    classes = (meta.get('dataset_meta') or {}).get('classes') or ()
+    return Subject(Path(config).stem, config, checkpoint, cfg, model, tuple(classes))
+
+
+def choose_images(subject: Subject, where: str, number: int) -> list[dict]:
+    """What a data pipeline starts from, for up to ``number`` images that are spread evenly over all there are.
+
+    ``where`` is a folder, a COCO annotation file, or the split of the config that is called so.
+    """
+    path = Path(where)
+    if path.is_dir():
+        files = sorted(f for f in path.rglob('*') if f.suffix.lower() in SUFFIXES)
+        if not files:
+            raise UserError(f'{path} holds no image: none ends in {", ".join(SUFFIXES)}.')
+        return [dict(img_path=str(f), img_id=i, sample_idx=i) for i, f in enumerate(_spread(files, number))]
+    if where not in SPLITS and not path.is_file():
+        raise UserError(f'--images {where}: give a folder, a COCO annotation file, or one of {", ".join(SPLITS)}.')
+    loader = subject.cfg.get(f'{where if where in SPLITS else "test"}_dataloader')
+    if not loader:
+        raise UserError(f'{subject.config} has no data for --images {where}: give a folder of images.')
+    settings = loader.dataset
+    while 'dataset' in settings:
+        settings = settings.dataset
+    settings = dict(settings, pipeline=[], test_mode=True)  # which also keeps images without objects
+    if path.is_file():
+        settings |= dict(ann_file=str(path), data_root='', data_prefix=dict(img=str(_image_folder(path))))
+    init_default_scope(subject.cfg.get('default_scope', 'mmengine'))
+    dataset = DATASETS.build(settings)
+    subject.classes = subject.classes or tuple(dataset.metainfo.get('classes') or ())
+    return [dataset.get_data_info(i) for i in _spread(range(len(dataset)), number)]
+
+
+def _image_folder(annotations: Path) -> Path:
+    """Where the images of a COCO annotation file are: beside it or one level up, or in a folder there."""
+    content = mmengine.load(annotations, file_format='json')
+    if not isinstance(content, dict) or not content.get('images'):
+        raise UserError(f'{annotations} is no COCO annotation file: it has no list "images".')
+    image = content['images'][0]
+    folders = [
+        folder
+        for parent in (annotations.parent, annotations.parent.parent)
+        for folder in (parent, *sorted(f for f in parent.iterdir() if f.is_dir()))
+        if (folder / image['file_name']).is_file()
+    ]
+    # Splits often share file names: the folder of the right one bears the name of the file, val of instances_val.
+    for folder in sorted(folders, key=lambda f: f.name not in annotations.stem):
+        if mmcv.imread(folder / image['file_name']).shape[:2] == (image['height'], image['width']):
+            return folder
+    raise UserError(
+        f'{annotations} names {image["file_name"]}, {image["width"]} x {image["height"]} pixels, which is not in '
+        f'{annotations.parent.parent} or a folder within.'
+    )
+
+
+def _spread(all_of: Any, number: int) -> list:
+    count = min(number, len(all_of))
+    return [all_of[i * len(all_of) // count] for i in range(count)]
+
+
+def look(subject: Subject, images: list[dict]) -> Iterator[Seen]:
+    """Shows the model one image after the other."""
+    init_default_scope(subject.cfg.get('default_scope', 'mmengine'))
+    run = _look_with_pipeline if subject.cfg.get('test_dataloader') else _look_bare
+    if isinstance(subject.model, Backbone):
+        run = _look_bare
+    with torch.no_grad():
+        for image in images:
+            yield run(subject, dict(image))
+
+
+def _look_with_pipeline(subject: Subject, image: dict) -> Seen:
+    settings = subject.cfg.test_dataloader.dataset
+    while 'dataset' in settings:
+        settings = settings.dataset
+    steps = [s for s in settings.pipeline if s['type'].rpartition('.')[2] != 'LoadAnnotations' or 'instances' in image]
+    if 'img' not in image and not any(step['type'].rpartition('.')[2].startswith('LoadImage') for step in steps):
+        steps = [dict(type='LoadImageFromFile'), *steps]
+    if 'img' in image:
+        steps = [s for s in steps if not s['type'].rpartition('.')[2].startswith('LoadImage')]
+    data = Compose(steps)(image)
+    with Capture(subject.model) as seen:
+        (sample,) = subject.model.test_step(pseudo_collate([data]))
+    preprocessor: Any = subject.model.data_preprocessor
+    if 'pred_instances' in sample:
+        picture = mmcv.imread(sample.img_path, channel_order='rgb')
+    else:
+        picture = data['inputs'].permute(1, 2, 0).numpy()
+        picture = picture[..., ::-1] if getattr(preprocessor, 'to_rgb', False) else picture
+    return Seen(_name(image), np.ascontiguousarray(picture), seen.blocks, sample)
+
+
+def _look_bare(subject: Subject, image: dict) -> Seen:
+    if 'img_path' not in image:
+        raise UserError('A model without a test_dataloader is shown files: give a folder of images.')
+    picture = mmcv.imresize(mmcv.imread(image['img_path'], channel_order='rgb'), (BARE_SIDE, BARE_SIDE))
+    mean, std = torch.tensor([123.675, 116.28, 103.53]), torch.tensor([58.395, 57.12, 57.375])
+    x = ((torch.from_numpy(picture) - mean) / std).permute(2, 0, 1)[None]
+    with Capture(subject.model) as seen:
+        subject.model(x)
+    return Seen(_name(image), picture, seen.blocks, None)
+
+
+def _name(image: dict) -> str:
+    return Path(image['img_path']).name if image.get('img_path') else f'image {image.get("sample_idx", 0)}'

@@ -1,0 +1,101 @@
+"""Tests a checkpoint of any config of any MM package: python tools/test.py CONFIG CHECKPOINT [--out FILE] ..."""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from mmengine.config import Config, ConfigDict
+
+from mmdtn.engine.data import check_data
+from mmdtn.engine.errors import UserError, readable_errors
+from mmdtn.engine.launch import add_common_options, add_hook, build_runner, check_exists, leave_together, load_config
+
+DUMPS = dict(mmdet='DumpDetResults')  # with masks run-length encoded; mmengine's own writes them pixel by pixel
+TTA_MODELS = dict(
+    mmdet=dict(type='DetTTAModel', tta_cfg=dict(nms=dict(type='nms', iou_threshold=0.5), max_per_img=100)),
+    mmpretrain=dict(type='AverageClsScoreTTA'),
+)
+
+
+def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument('config')
+    parser.add_argument('checkpoint')
+    parser.add_argument('--out', help='write all predictions to this .pkl file')
+    parser.add_argument('--show-dir', help='draw the predictions on the images, into this directory')
+    parser.add_argument(
+        '--tta', action='store_true', help="test-time augmentation, the config's own or else images and mirror images"
+    )
+    add_common_options(parser)
+    args = parser.parse_args(arguments)
+    if args.out and not args.out.endswith(('.pkl', '.pickle')):
+        parser.error(f'--out {args.out}: predictions are written as .pkl or .pickle')
+    return args
+
+
+def configure(args: argparse.Namespace) -> Config:
+    cfg = load_config(args)
+    check_exists(args.checkpoint)
+    cfg.load_from, cfg.resume = args.checkpoint, False
+    if args.out:
+        dump_predictions(cfg, args.out)
+    if args.show_dir:
+        draw_predictions(cfg, args.show_dir)
+    if args.tta:
+        augment(cfg)
+    add_hook(cfg, type='ProgressHook')
+    add_hook(cfg, type='SkipBrokenImagesHook', strict=args.strict)
+    return cfg
+
+
+def dump_predictions(cfg: Config, path: str) -> None:
+    evaluators = cfg.test_evaluator if isinstance(cfg.test_evaluator, list) else [cfg.test_evaluator]
+    cfg.test_evaluator = [*evaluators, dict(type=DUMPS.get(cfg.default_scope, 'DumpResults'), out_file_path=path)]
+
+
+def draw_predictions(cfg: Config, folder: str) -> None:
+    hook = cfg.get('default_hooks', {}).get('visualization')
+    if hook is None:
+        raise UserError("--show-dir needs default_hooks.visualization in the config, the package's VisualizationHook.")
+    target = str(Path(folder).resolve())
+    if cfg.default_scope == 'mmpretrain':
+        hook.update(enable=True, out_dir=target, interval=1)
+    else:
+        hook.update(draw=True, test_out_dir=target)
+
+
+def augment(cfg: Config) -> None:
+    if 'tta_model' not in cfg and cfg.default_scope not in TTA_MODELS:
+        raise UserError(f'--tta needs tta_model and tta_pipeline in a config of {cfg.default_scope}.')
+    dataset = cfg.test_dataloader.dataset
+    while 'dataset' in dataset:
+        dataset = dataset.dataset
+    cfg.model = ConfigDict(**cfg.get('tta_model', TTA_MODELS.get(cfg.default_scope)), module=cfg.model)
+    dataset.pipeline = cfg.get('tta_pipeline') or with_mirror_images(dataset.pipeline, cfg.default_scope)
+
+
+def with_mirror_images(pipeline: list[Any], scope: str) -> list[Any]:
+    *steps, pack = pipeline
+    if scope == 'mmdet':
+        keys = ('img_id', 'img_path', 'ori_shape', 'img_shape', 'scale_factor', 'flip', 'flip_direction')
+        pack = dict(pack, meta_keys=keys)
+    flips = [dict(type='RandomFlip', prob=1.0), dict(type='RandomFlip', prob=0.0)]
+    return [*steps, dict(type='TestTimeAug', transforms=[flips, [pack]])]
+
+
+def run(args: argparse.Namespace) -> None:
+    cfg = configure(args)
+    runner = build_runner(cfg)
+    check_data(runner, ('test',), args.strict)
+    runner.test()
+
+
+def main(arguments: list[str] | None = None) -> None:
+    args = parse_args(arguments)
+    with readable_errors(args.debug):
+        run(args)
+    leave_together()
+
+
+if __name__ == '__main__':
+    main()
