@@ -73,7 +73,7 @@ def _no_autocast(device: str) -> AbstractContextManager:
 
 # Beyond this many cells a side, for each token that a cell is wide, the matrix products of eager code win over the sums
 # of a compiled region: those take time in proportion to the side, all else in proportion to the tokens in a cell.
-COMPILED_SIDE = 48
+COMPILED_SIDE = 24
 
 
 class _Region:
