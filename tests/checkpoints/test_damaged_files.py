@@ -1,8 +1,10 @@
 """Files cut short, damaged, of another kind or changed: an error that says what is wrong, or the right model."""
 
+import http.server
 import io
 import random
 import sys
+import threading
 
 import pytest
 import timm
@@ -190,3 +192,45 @@ def test_a_full_disk_leaves_the_old_file(tmp_path, monkeypatch):
         write(tmp_path / 'model.pth', dict(state_dict=dict(a=torch.zeros(1))))
     assert [p.name for p in tmp_path.iterdir()] == ['model.pth']
     assert read(tmp_path / 'model.pth')['a'] == 1
+
+
+def test_bias_tables_resize_only_when_asked():
+    from mmdtn.backbones import SwinDTN
+
+    arch = dict(base='tiny', depths=(1, 1, 1, 1), width=24, num_heads=(1, 2, 2, 2))
+    small, large = (SwinDTN(arch, norm_cfg=dict(type='LN'), window_size=side) for side in (4, 7))
+    key = 'stages.1.blocks.0.attn.relative_position_bias_table'
+    torch.nn.init.normal_(small.get_parameter(key))
+    with pytest.raises(ValueError, match=r'bias_table is \(49, 1\) in the file, \(169, 1\) in the target .*--resize'):
+        convert(small.state_dict(), large)
+    state, report = convert(small.state_dict(), large, resize=True)
+    for there, here in ((24, 84), (0, 0), (6, 12), (42, 156), (48, 168)):  # no shift, and the four largest
+        torch.testing.assert_close(state[key][here], small.get_parameter(key)[there], atol=1e-4, rtol=1e-4)
+    assert report.filled[key] == 'resized from (49, 2) to (169, 2)'
+
+
+def test_a_url_is_fetched_once(tmp_path, monkeypatch):
+    folder = tmp_path / 'served'
+    folder.mkdir()
+    (folder / 'b0.pth').write_bytes(as_bytes(small_state()))
+    fetched = []
+
+    class Handler(http.server.SimpleHTTPRequestHandler):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, directory=str(folder), **kwargs)
+
+        def log_message(self, *args):
+            fetched.append(self.path)
+
+    monkeypatch.setenv('TORCH_HOME', str(tmp_path / 'home'))
+    monkeypatch.setenv('no_proxy', '127.0.0.1')
+    with http.server.ThreadingHTTPServer(('127.0.0.1', 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f'http://127.0.0.1:{server.server_port}/b0.pth'
+        for _ in range(2):
+            model = PVTDTN(SMALL, norm_cfg=dict(type='LN'), init_cfg=dict(type='Pretrained', checkpoint=url))
+            model.init_weights()
+        server.shutdown()
+    assert fetched == ['/b0.pth']
+    right, _ = convert(small_state(), model)
+    assert all(torch.equal(model.state_dict()[key], value) for key, value in right.items())
