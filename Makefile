@@ -22,6 +22,7 @@ $(VENV)/.ready: requirements/*.txt requirements/install.sh setup.py
 	@touch $@
 
 demo: $(READY)
+	$(PYTHON) -m mmdtn.doctor
 	$(PYTHON) tools/demo.py
 
 lint: $(READY)
