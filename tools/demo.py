@@ -1,63 +1,37 @@
 """Trains a small Mask R-CNN with DTN on generated pictures, on the CPU, and shows what it finds: python tools/demo.py
 
-Data, training, COCO metrics on pictures that were held out, predictions drawn beside the truth, a summary. What
-MMEngine and MMDetection print goes to log.txt in the work dir.
+Data, training in two processes, COCO metrics on pictures that were held out, predictions drawn beside the truth, a
+summary. What MMEngine and MMDetection print goes to log.txt in the work dir.
 """
 
 import argparse
 import contextlib
 import json
 import os
+import re
+import socket
+import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TextIO
 
-# Threads that wait for each other by spinning cost more than they bring where cores are few or shared.
-os.environ.setdefault('OMP_WAIT_POLICY', 'passive')
+os.environ['CUDA_VISIBLE_DEVICES'] = ''  # before torch looks: everywhere the same demo, on the CPU
 
 import mmcv
 import torch
-from mmengine.config import Config, DictAction
+from mmengine.config import Config
 from mmengine.dataset import pseudo_collate
-from mmengine.hooks import Hook
 from mmengine.runner import Runner
 
 from mmdtn.datasets import TRAIN, VAL, write_coco
 
-REPO = Path(__file__).resolve().parents[1]
-CONFIG = REPO / 'configs' / 'demo' / 'mask-rcnn_pvt-dtn_shapes.py'
+TOOLS = Path(__file__).resolve().parent
+CONFIG = TOOLS.parent / 'configs' / 'demo' / 'mask-rcnn_pvt-dtn_shapes.py'
+# For maps this small, two processes of one thread are faster than one process of two, which wait for each other.
+PROCESSES = 2
 PICTURES = 12
 SCORE = 0.5  # what is drawn
-
-
-class Progress(Hook):
-    """A line every few seconds: how far, and how long still."""
-
-    def __init__(self, terminal: TextIO, seconds: float = 15) -> None:
-        self.terminal, self.seconds = terminal, seconds
-
-    def before_train(self, runner: Runner) -> None:
-        self.started = self.said = time.monotonic()
-
-    def after_train_iter(
-        self, runner: Runner, batch_idx: int, data_batch: Any = None, outputs: dict | None = None
-    ) -> None:
-        now, done = time.monotonic(), runner.iter + 1
-        if outputs is None or now - self.said < self.seconds:
-            return
-        self.said = now
-        left = (now - self.started) / done * (runner.max_iters - done)
-        print(
-            f'    epoch {runner.epoch + 1} of {runner.max_epochs}, loss {outputs["loss"].item():.2f}, '
-            f'about {minutes(left)} left',
-            file=self.terminal,
-            flush=True,
-        )
-
-
-def minutes(seconds: float) -> str:
-    return f'{int(seconds) // 60} min {int(seconds) % 60:02} s'
 
 
 def parse_args() -> argparse.Namespace:
@@ -66,19 +40,54 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument('--work-dir', default='work_dirs/demo', help='for all results (%(default)s)')
     parser.add_argument('--train', type=int, default=TRAIN, help='pictures for training (%(default)s)')
     parser.add_argument('--val', type=int, default=VAL, help='pictures held out (%(default)s)')
-    parser.add_argument('--cfg-options', nargs='+', action=DictAction, default={}, help='as tools/train.py takes them')
+    parser.add_argument('--epochs', type=int, help="the config's, if not said")
     return parser.parse_args()
 
 
-def load_config(data: Path, work_dir: Path, options: dict) -> Config:
+def load_config(data: Path, work_dir: Path, epochs: int | None) -> Config:
     cfg = Config.fromfile(CONFIG)
     cfg.work_dir = str(work_dir)
-    for loader in (cfg.train_dataloader, cfg.test_dataloader):
-        loader.dataset.data_root = str(data)
-    cfg.test_evaluator.ann_file = str(data / 'annotations' / 'instances_val.json')
-    cfg.val_dataloader = cfg.val_cfg = cfg.val_evaluator = None  # tested once, at the end
-    cfg.merge_from_dict(options)
+    cfg.merge_from_dict(settings(data, epochs))
+    cfg.val_dataloader = cfg.val_cfg = cfg.val_evaluator = None
     return cfg
+
+
+def settings(data: Path, epochs: int | None) -> dict[str, object]:
+    changed: dict[str, object] = {
+        'train_dataloader.dataset.data_root': str(data),
+        'val_dataloader.dataset.data_root': str(data),
+        'test_dataloader.dataset.data_root': str(data),
+        'val_evaluator.ann_file': str(data / 'annotations' / 'instances_val.json'),
+        'test_evaluator.ann_file': str(data / 'annotations' / 'instances_val.json'),
+        'train_cfg.val_interval': 10**6,  # the demo tests once, at the end
+    }
+    if epochs is not None:
+        changed |= {'train_cfg.max_epochs': epochs, 'param_scheduler.1.T_max': epochs}
+    return changed
+
+
+def train(changed: dict[str, object], work_dir: Path, log: TextIO) -> Path:
+    """As a user trains on several GPUs; returns the checkpoint."""
+    with socket.socket() as free:
+        free.bind(('127.0.0.1', 0))
+        port = str(free.getsockname()[1])
+    command = ['bash', TOOLS / 'dist_train.sh', CONFIG, str(PROCESSES), '--work-dir', work_dir, '--cfg-options']
+    with subprocess.Popen(
+        [*command, *(f'{key}={value}' for key, value in changed.items())],
+        env=dict(os.environ, PYTHON=sys.executable, PORT=port, OMP_NUM_THREADS='1'),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    ) as training:
+        assert training.stdout is not None
+        for line in training.stdout:
+            log.write(line)
+            if at := re.search(r'Epoch\(train\)\s+\[(\d+)\].* eta: (\S+) .* loss: (\S+)', line):
+                print(f'    epoch {at[1]}, loss {float(at[3]):.2f}, {at[2]} left', flush=True)
+    if training.returncode != 0:
+        print(''.join(Path(log.name).read_text().splitlines(keepends=True)[-30:]))
+        raise SystemExit(f'FAILED: training. Its whole output: {log.name}')
+    return Path((work_dir / 'last_checkpoint').read_text())
 
 
 def draw(runner: Runner, folder: Path) -> None:
@@ -95,32 +104,30 @@ def draw(runner: Runner, folder: Path) -> None:
         )
 
 
+def minutes(seconds: float) -> str:
+    return f'{int(seconds) // 60} min {int(seconds) % 60:02} s'
+
+
 def main() -> None:
     args = parse_args()
     started = time.monotonic()
+    torch.set_num_threads(1)
     work_dir = Path(args.work_dir)
     pictures = work_dir / 'pictures'
     pictures.mkdir(parents=True, exist_ok=True)
-    log = work_dir / 'log.txt'
-    # The maps are small: a thread has too little to do on more cores than a few.
-    torch.set_num_threads(min(4, torch.get_num_threads()))
 
     print(f'==> data: {args.train} generated pictures for training, {args.val} held out, in {args.data}', flush=True)
     data = write_coco(args.data, args.train, args.val)
-    cfg = load_config(data, work_dir, args.cfg_options)
-    print(
-        f'==> training: {cfg.train_cfg.max_epochs} epochs on {torch.get_num_threads()} threads; log: {log}', flush=True
-    )
-    terminal = sys.stdout
-    with log.open('w', buffering=1) as file, contextlib.redirect_stdout(file), contextlib.redirect_stderr(file):
-        runner = Runner.from_cfg(cfg)
-        runner.register_hook(Progress(terminal))
-        runner.train()
-        print(f'==> evaluation: COCO metrics on the {args.val} pictures held out', file=terminal, flush=True)
-        metrics = runner.test()
-        print(f'==> drawing {pictures}', file=terminal, flush=True)
-        draw(runner, pictures)
-    checkpoint = (work_dir / 'last_checkpoint').read_text()
+    cfg = load_config(data, work_dir, args.epochs)
+    with (work_dir / 'log.txt').open('w', buffering=1) as log:
+        print(f'==> training: {cfg.train_cfg.max_epochs} epochs in {PROCESSES} processes; log: {log.name}', flush=True)
+        checkpoint = train(settings(data, args.epochs), work_dir, log)
+        print(f'==> testing on the {args.val} pictures held out, drawing {PICTURES} of them', flush=True)
+        cfg.load_from = str(checkpoint)
+        with contextlib.redirect_stdout(log), contextlib.redirect_stderr(log):
+            runner = Runner.from_cfg(cfg)
+            metrics = runner.test()
+            draw(runner, pictures)
     (work_dir / 'summary.json').write_text(json.dumps(metrics, indent=1))
 
     print(f'\nDemo finished in {minutes(time.monotonic() - started)}.\n')

@@ -19,7 +19,7 @@ def run(directory, *options):
 
 @pytest.mark.slow
 def test_the_demo_ends_with_a_summary_pictures_and_a_checkpoint(tmp_path):
-    done = run(tmp_path, '--cfg-options', 'train_cfg.max_epochs=1')
+    done = run(tmp_path, '--epochs', '1')
     assert done.returncode == 0, done.stderr[-3000:]
     said = done.stdout
     metrics = json.loads((tmp_path / 'work_dirs' / 'demo' / 'summary.json').read_text())
