@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from mmdtn.norms import DTN
-from mmdtn.norms.moments import cell_sum, split
+from mmdtn.norms.cells import cell_sum, split
 
 from .neighbourhood import kernels, lambdas
 

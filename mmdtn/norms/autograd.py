@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from . import function
+from .cells import merge, split
 from .function import Saved, Settings
-from .moments import merge, split
 
 
 def dtn(
@@ -32,7 +32,7 @@ def dtn(
         dtype = torch.float32  # autocast runs LayerNorm in float32 on GPUs, but in the input's dtype on CPUs
     if torch.jit.is_tracing():  # a traced graph cannot hold a Function; what it is for, inference, does not need it
         cells, present = split(x.contiguous(), settings.pool_size)
-        y, _ = function.forward(cells, present, weight, bias, mean_lambda, var_lambda, position, settings, dtype)
+        y, _ = function.forward(cells, present, weight, bias, mean_lambda, var_lambda, position, dtype, settings)
         return merge(y, x.shape[1], x.shape[2])
     return _DTN.apply(x, weight, bias, mean_lambda, var_lambda, position, settings, dtype, compiled)
 
@@ -40,12 +40,12 @@ def dtn(
 class _DTN(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias, mean_lambda, var_lambda, position, settings, dtype, compiled):
-        run = _region(function.forward, settings, x.shape[-1]) if compiled else function.forward
+        run = _runner(function.forward, settings, compiled, x)
         _, height, width, _ = x.shape
         with _no_autocast(x.device.type):
             # Cells are made outside the compiled region, which then has plain sizes to reason about.
             cells, present = split(x.contiguous(), settings.pool_size)
-            y, saved = run(cells, present, weight, bias, mean_lambda, var_lambda, position, settings, dtype)
+            y, saved = run(cells, present, weight, bias, mean_lambda, var_lambda, position, dtype)
         ctx.save_for_backward(x, weight, mean_lambda, var_lambda, *saved)
         ctx.settings, ctx.compiled = settings, compiled
         return merge(y, height, width)
@@ -54,13 +54,12 @@ class _DTN(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad):
         x, weight, mean_lambda, var_lambda, *saved = ctx.saved_tensors
-        run = _region(function.backward, ctx.settings, x.shape[-1]) if ctx.compiled else function.backward
+        run = _runner(function.backward, ctx.settings, ctx.compiled, x)
         _, height, width, _ = x.shape
         with _no_autocast(x.device.type):
             cells, present = split(x.contiguous(), ctx.settings.pool_size)
             grad, _ = split(grad.contiguous(), ctx.settings.pool_size)
-            tensors = (grad, cells, present, weight, mean_lambda, var_lambda)
-            grad_cells, *grads = run(*tensors, Saved(*saved), ctx.settings)
+            grad_cells, *grads = run(grad, cells, present, weight, mean_lambda, var_lambda, Saved(*saved))
         return (merge(grad_cells, height, width), *grads, None, None, None)
 
 
@@ -71,9 +70,21 @@ def _no_autocast(device: str) -> AbstractContextManager:
     return nullcontext()
 
 
-# Beyond this many cells a side, for each token that a cell is wide, the matrix products of eager code win over the sums
-# of a compiled region: those take time in proportion to the side, all else in proportion to the tokens in a cell.
-COMPILED_SIDE = 24
+def _runner(run: Callable, settings: Settings, compiled: bool, x: Tensor) -> Callable:
+    """``run`` with its settings: as it is, or as a region of its own unless the model around it is compiled already."""
+    inside_a_compiled_model = torch.compiler.is_compiling()
+    if compiled or inside_a_compiled_model:
+        large = max(x.shape[1:3]) > LARGE_SIDE * settings.pool_size**2
+        # Exported programs have sums in any case: elsewhere nobody knows this package's operators.
+        settings = settings._replace(by_products=large and not torch.compiler.is_exporting())
+    if compiled and not inside_a_compiled_model:
+        return _region(run, settings, x.shape[-1])
+    return functools.partial(run, s=settings)
+
+
+# Cells a side, for each token that a cell is wide, up to which fused sums beat matrix products in compiled code: sums
+# take time in proportion to the cells a side, all else in proportion to the tokens in a cell.
+LARGE_SIDE = 42
 
 
 class _Region:
@@ -81,18 +92,18 @@ class _Region:
 
     works = True  # of all regions: what one cannot have for want of a compiler, no other will
 
-    def __init__(self, run: Callable, name: str) -> None:
-        self.eager = run
+    def __init__(self, run: Callable, settings: Settings, channels: int) -> None:
+        self.eager = functools.partial(run, s=settings._replace(by_products=True))
         # Dynamo keeps its variants, and what it learned of changing shapes, for each code object. With one of its own,
         # a layer's grid is static until it really changes, and its channels stay static whatever other layers have.
-        code = run.__code__.replace(co_name=f'{run.__name__}_{name}')
+        code = run.__code__.replace(co_name=f'{run.__name__}_{channels}_{abs(hash(settings))}')
         own = types.FunctionType(code, run.__globals__, argdefs=run.__defaults__)
-        self.compiled = torch.compile(own)
+        # Inductor writes the number of threads into its code but not into the key of its cache on disk: without this
+        # option, code from a process with one thread, as tests and launchers have, keeps later ones on one core.
+        self.compiled = functools.partial(torch.compile(own, options={'cpp.dynamic_threads': True}), s=settings)
 
     def __call__(self, *args: Any) -> Any:
-        _, h, s, w, _, _ = args[0].shape
-        inside_a_compiled_model = torch.compiler.is_compiling()
-        if inside_a_compiled_model or not _Region.works or max(h, w) > COMPILED_SIDE * s:
+        if not _Region.works:
             return self.eager(*args)
         try:
             return self.compiled(*args)
@@ -105,4 +116,4 @@ class _Region:
 
 @functools.cache
 def _region(run: Callable, settings: Settings, channels: int) -> Callable:
-    return _Region(run, f'{channels}_{abs(hash(settings))}')
+    return _Region(run, settings, channels)

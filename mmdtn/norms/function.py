@@ -15,7 +15,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .moments import Pair, axis_kernel, axis_kernel_backward, cell_sum, into, make_pair, mix, mix_backward
+from .cells import cell_sum
+from .memory import into
+from .separable import Pair, axis_kernel, make_pair, mix, mix_backward
 
 
 class Settings(NamedTuple):
@@ -28,6 +30,7 @@ class Settings(NamedTuple):
     unbiased: bool
     pool_second_moment: bool
     identity: bool
+    by_products: bool = True  # P as matrix products, or else as sums, for compiled code on small grids
 
 
 class Saved(NamedTuple):
@@ -51,8 +54,8 @@ def forward(
     mean_lambda: Tensor,
     var_lambda: Tensor,
     position: Tensor,
-    s: Settings,
     dtype: torch.dtype,
+    s: Settings,
 ) -> tuple[Tensor, Saved]:
     """Normalises ``x``, ``B x h x s x w x s x C``, with its mask of ``present`` tokens; gives the result in ``dtype``.
 
@@ -73,7 +76,7 @@ def forward(
         squares = into(spare, torch.sub, z, shift).square_()
         cell_second = _mean_of_cells(squares if present is None else squares.mul_(present[..., None]), present, s)
     saved = Saved(scale, mean, var, shift, cell_mean, cell_second, *_kernels(position, z, s))
-    _, mixed, _ = _neighbourhood(z, saved)
+    _, mixed, _ = _neighbourhood(z, saved, s)
     z, variance = _centre(z, saved, mixed, mean_lambda[:, None], var_lambda[:, None], s, spare)
     z.mul_(variance.rsqrt_())
     y = into(z, torch.addcmul, bias.view(z.shape[-2:]), z, weight.view(z.shape[-2:]))
@@ -97,7 +100,7 @@ def backward(
     K, c = z.shape[-2:]
     C = K * c
     l, k, w = mean_lambda[:, None], var_lambda[:, None], weight.view(K, c)
-    pair, mixed, mixed_rows = _neighbourhood(z, saved)
+    pair, mixed, mixed_rows = _neighbourhood(z, saved, s)
     z, variance = _centre(z, saved, mixed, l, k, s, torch.empty_like(z))
 
     # y = weight * z / sqrt(variance) + bias: weight * d is the gradient of z, -weight / 2 * e that of the variance.
@@ -109,15 +112,15 @@ def backward(
     d_cells, e_cells = (cell_sum(t.flatten(-2)).squeeze(4).squeeze(2).unflatten(-1, (K, c)) for t in (d, e))
     flat_d, flat_e = d.view(-1, C), e.view(-1, C)
     M, V = mixed
-    of_shift = (d_cells.sum((1, 2)) * shift.view(-1, K, c)).sum(0).view(C)
-    grad_mean_lambda = w * (_sum_tokens(d_cells * M) + of_shift - flat_d.mT @ mean.view(-1)).view(K, c)
-    grad_var_lambda = w / 2 * (_sum_tokens(e_cells * V) - flat_e.mT @ var.view(-1)).view(K, c)
+    of_shift = (d_cells.sum(2).sum(1) * shift.view(-1, K, c)).sum(0).view(C)
+    grad_mean_lambda = w * ((d_cells * M).sum(2).sum((0, 1)).flatten() + of_shift - _sum_tokens(d, mean)).view(K, c)
+    grad_var_lambda = w / 2 * ((e_cells * V).sum(2).sum((0, 1)).flatten() - _sum_tokens(e, var)).view(K, c)
 
     # Through M = P p and V = relu(P q - M^2) to the pair (p, q): the relu passes where V is positive.
     grad_M, grad_V = mixed
     grad_V.gt_(0).mul_(e_cells).mul_((k - 1) * w / 2)
     grad_M.mul_(grad_V).mul_(-2).addcmul_(d_cells, (l - 1) * w)
-    grad_rows, grad_columns, (grad_first, grad_second) = mix_backward(rows, columns, pair, mixed_rows, mixed)
+    grad_position, (grad_first, grad_second) = mix_backward(rows, columns, pair, mixed_rows, mixed)
     if cell_second is None:
         grad_first.addcmul_(pair[0], grad_second, value=2)
     else:
@@ -138,9 +141,6 @@ def backward(
         along_z = into(variance, torch.mul, gz, z).sum(-1, keepdim=True) / c
         gz.addcmul_(z, grad_var * s.eps * scale * scale - along_z).mul_(scale)
 
-    square_x, shift_x = axis_kernel_backward(rows, grad_rows)
-    square_y, shift_y = axis_kernel_backward(columns, grad_columns)
-    grad_position = torch.stack((square_x + square_y, shift_x, shift_y), 1)
     grads = grad_weight, grad_bias, grad_mean_lambda.sum(-1), grad_var_lambda.sum(-1), grad_position
     return gz.view(x.shape).to(x.dtype), *grads
 
@@ -175,7 +175,7 @@ def _kernels(position: Tensor, z: Tensor, s: Settings) -> tuple[Tensor, Tensor]:
     return axis_kernel(position, w, axis=1), axis_kernel(position, h, axis=2)
 
 
-def _neighbourhood(z: Tensor, saved: Saved) -> tuple[Pair, Pair, Pair]:
+def _neighbourhood(z: Tensor, saved: Saved, s: Settings) -> tuple[Pair, Pair, Pair]:
     """The pair that P mixes, the mixed pair ``(M - shift, V)``, and it mixed along rows only.
 
     A variance does not change when all tokens shift by one value, here their mean over the image: E[x^2] - E[x]^2 then
@@ -183,7 +183,7 @@ def _neighbourhood(z: Tensor, saved: Saved) -> tuple[Pair, Pair, Pair]:
     """
     values = z if saved.cell_mean is None else saved.cell_mean
     second = None if saved.cell_second is None else saved.cell_second.squeeze(4).squeeze(2)
-    pair = make_pair(values.squeeze(4).squeeze(2), saved.shift.squeeze(4).squeeze(2), second)
+    pair = make_pair(values.squeeze(4).squeeze(2), saved.shift.squeeze(4).squeeze(2), second, s.by_products)
     mixed, mixed_rows = mix(saved.rows, saved.columns, pair)
     mixed[1].addcmul_(mixed[0], mixed[0], value=-1).clamp_(min=0)
     return pair, mixed, mixed_rows
@@ -209,6 +209,11 @@ def _on_tokens(cells: Tensor, s: Settings, size: Tensor | float = 1.0) -> Tensor
     return (cells / size).expand(-1, -1, -1, -1, s.pool_size, -1, -1).contiguous()
 
 
-def _sum_tokens(tokens: Tensor) -> Tensor:
-    """To one value per channel, ``C``."""
-    return tokens.reshape(-1, tokens.shape[-2] * tokens.shape[-1]).sum(0)
+def _sum_tokens(tokens: Tensor, factor: Tensor | None = None) -> Tensor:
+    """To one value per channel, ``C``, with a factor for each token."""
+    if torch.compiler.is_compiling():
+        # Row by row: Inductor goes through all it sums once for each few channels, and a row stays in the cache.
+        tokens = tokens if factor is None else tokens * factor
+        return tokens.flatten(-2).sum((2, 3, 4)).sum((0, 1))
+    tokens = tokens.reshape(-1, tokens.shape[-2] * tokens.shape[-1])
+    return tokens.sum(0) if factor is None else tokens.mT @ factor.view(-1)

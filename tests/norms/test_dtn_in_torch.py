@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 from torch._dynamo.testing import CompileCounter
+from torch._inductor.utils import fresh_cache, run_and_get_code
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mmdtn.analysis import SavedBytes
@@ -138,13 +139,17 @@ def test_whole_layer_compiles_to_one_graph_with_a_bounded_number_of_variants(poo
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings('error:DTN runs uncompiled')
 @pytest.mark.parametrize('pool_size', [1, 2])
 @pytest.mark.parametrize('how', ['region', 'whole'])
-def test_inductor_gives_the_same_numbers(pool_size, how):
+@pytest.mark.parametrize('large_side', [1, 10**6])  # P by matrix products, by sums
+def test_inductor_gives_the_same_numbers(pool_size, how, large_side, monkeypatch):
+    monkeypatch.setattr(autograd, 'LARGE_SIDE', large_side)
     torch._dynamo.reset()
     layer = randomised(DTN(12, 3, pool_size))
     if how == 'region':
-        compiled, grids = randomised(DTN(12, 3, pool_size, compiled=True)), [(6, 8), (8, 10), (300, 6), (5, 8)]
+        compiled = randomised(DTN(12, 3, pool_size, compiled=True))
+        grids = [(6, 8), (8, 10), (31, 6), (1, 9), (5, 8), (12, 1)]
     else:
         compiled, grids = torch.compile(layer, fullgraph=True), [(6, 8)]
     for h, w in grids:
@@ -161,12 +166,21 @@ def test_inductor_gives_the_same_numbers(pool_size, how):
             torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
+def test_a_region_compiled_with_one_thread_uses_all_that_a_later_process_has():
+    autograd._region.cache_clear()
+    with fresh_cache(), torch.no_grad():
+        assert torch.get_num_threads() == 1
+        _, (code,) = run_and_get_code(DTN(12, 3, 2, compiled=True), torch.randn(2, 40, 40, 12))
+    assert '#pragma omp parallel' in code and 'num_threads(1)' not in code
+
+
 def test_region_falls_back_to_eager_with_one_warning(monkeypatch):
     def no_compiler(*_, **__):
         raise OSError('no compiler at hand')
 
     monkeypatch.setattr(autograd._Region, 'works', True)
-    monkeypatch.setattr(torch, 'compile', lambda run: no_compiler)
+    monkeypatch.setattr(torch, 'compile', lambda run, options: no_compiler)
     autograd._region.cache_clear()
     layer, eager = (randomised(DTN(12, 3, compiled=compiled)) for compiled in (True, False))
     x = torch.randn(2, 4, 4, 12, requires_grad=True)
@@ -178,11 +192,13 @@ def test_region_falls_back_to_eager_with_one_warning(monkeypatch):
     assert len(caught) == 1 and 'no compiler at hand' in str(caught[0].message)
 
 
-def test_export_and_trace(tmp_path):
+def test_export_and_trace(tmp_path, monkeypatch):
+    monkeypatch.setattr(autograd, 'LARGE_SIDE', 1)  # even so no operator of this package is in what was exported
     layer = randomised(DTN(12, 3, 2))
     x = torch.randn(2, 6, 7, 12)
     model = nn.Sequential(nn.Linear(12, 12), layer).eval()
     exported = torch.export.export(model, (x,))
+    assert 'mmdtn' not in str(exported.graph)
     torch.testing.assert_close(exported.module()(x), model(x))
     with warnings.catch_warnings():
         warnings.simplefilter('ignore', torch.jit.TracerWarning)

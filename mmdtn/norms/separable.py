@@ -1,0 +1,178 @@
+"""P, the softmax over all pairs of cells, as one kernel along each axis of the grid.
+
+The softmax scores a sum of a function of dx and a function of dy over a full rectangle, so P is the product of the two
+kernels, and no ``T x T`` tensor is ever needed. Shapes: ``B`` images, ``h x w`` cells, ``C = K * c`` channels in ``K``
+heads. Functions without state.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .memory import computed_once, into
+
+
+def axis_kernel(position: Tensor, size: int, axis: int) -> Tensor:
+    """``K x size x size``: softmax_j(a_1 d^2 + a_axis d) for d = j - i, where ``axis`` is 1 (horizontal) or 2."""
+    shift = _shifts(size, position.device)
+    score = position[:, 0, None, None] * (shift * shift) + position[:, axis, None, None] * shift
+    return computed_once(F.threshold(score.softmax(-1), 1e-30, 0.0))  # denormal factors cost CPUs a hundred times more
+
+
+def _slopes(kernel: Tensor) -> tuple[Tensor, Tensor]:
+    """The derivatives of a kernel by a_1 and a_axis, kernels themselves: P (f - sum_j P f) for f = d^2 and f = d."""
+    shift = _shifts(kernel.shape[-1], kernel.device)
+    square, linear = (computed_once(kernel * (f - (kernel * f).sum(-1, keepdim=True))) for f in (shift * shift, shift))
+    return square, linear
+
+
+def _shifts(size: int, device: torch.device) -> Tensor:
+    index = torch.arange(size, device=device)  # integers: Inductor fails on differences of a floating arange
+    return index[None] - index[:, None]
+
+
+# Two maps of B x h x w x K x c that P is applied to together. For matrix products they are one tensor,
+# 2 x B x h x w x K x c, whose memory eager code lays out for them. Compiled code has them apart where grids are small,
+# and applies P by a broadcast multiply and a sum, which Inductor fuses with the statistics around it.
+Pair = Tensor | tuple[Tensor, Tensor]
+COLUMNS, ROWS = 2, 3  # the dimension of a pair that a product along them sums over
+
+
+def make_pair(values: Tensor, shift: Tensor, second: Tensor | None, by_products: bool) -> Pair:
+    """``(v, second)`` for ``v = values - shift``; without a second ``(v, v^2)``."""
+    if not by_products:
+        first = computed_once(values - shift)
+        return first, first * first if second is None else second
+    if torch.compiler.is_compiling():
+        first = values - shift
+        return _stacked(first, first * first if second is None else second, ROWS)
+    batch, h, w, heads, c = values.shape
+    pair = _as_pair(values.new_empty(heads, w, h * 2 * batch * c), (2, *values.shape), ROWS)
+    first = into(pair[0], torch.sub, values, shift)
+    if second is None:
+        into(pair[1], torch.mul, first, first)
+    else:
+        pair[1].copy_(second)
+    return pair
+
+
+def mix(rows: Tensor, columns: Tensor, pair: Pair) -> tuple[Pair, Pair]:
+    """P applied to a pair, by its kernels along the rows and the columns of the grid.
+
+    Returns the mixed pair and the pair mixed along rows only, which ``mix_backward`` wants.
+    """
+    if isinstance(pair, Tensor):
+        return _mix_op(rows, columns, pair) if torch.compiler.is_compiling() else _mix(rows, columns, pair)
+    first, second = _sum_along_rows(rows, pair[0]), _sum_along_rows(rows, pair[1])
+    return (_sum_along_columns(columns, first), _sum_along_columns(columns, second)), (first, second)
+
+
+def mix_backward(rows: Tensor, columns: Tensor, pair: Pair, mixed_rows: Pair, grad: Pair) -> tuple[Tensor, Pair]:
+    """Gradients of the ``K x 3`` position and of the pair from that of the mixed pair. Overwrites the last two."""
+    if not (isinstance(pair, Tensor) and isinstance(mixed_rows, Tensor) and isinstance(grad, Tensor)):
+        return _mix_backward_by_sums(rows, columns, pair, mixed_rows, grad)
+    if torch.compiler.is_compiling():
+        return _mix_backward_op(rows, columns, pair, mixed_rows, _stacked(grad[0], grad[1], COLUMNS))
+    return _mix_backward(rows, columns, pair, mixed_rows, grad, overwrite=True)
+
+
+def _mix(rows: Tensor, columns: Tensor, pair: Tensor) -> tuple[Tensor, Tensor]:
+    by_row = _matrices(pair, ROWS)
+    product = _as_pair(torch.bmm(rows, by_row), pair.shape, ROWS)
+    mixed_rows = _as_pair(torch.empty_like(by_row), pair.shape, COLUMNS).copy_(product)
+    by_column = _matrices(mixed_rows, COLUMNS)
+    mixed = into(_matrices(product, ROWS).view_as(by_column), torch.bmm, columns, by_column)
+    return _as_pair(mixed, pair.shape, COLUMNS), mixed_rows
+
+
+def _mix_backward(
+    rows: Tensor, columns: Tensor, pair: Tensor, mixed_rows: Tensor, grad: Tensor, overwrite: bool
+) -> tuple[Tensor, Tensor]:
+    by_column, inputs = _matrices(grad, COLUMNS), _matrices(mixed_rows, COLUMNS)
+    grad_columns = torch.bmm(by_column, inputs.mT)
+    product = into(inputs if overwrite else torch.empty_like(inputs), torch.bmm, columns.mT, by_column)
+    memory = by_column if overwrite else torch.empty_like(by_column)
+    by_row = _matrices(_as_pair(memory, pair.shape, ROWS).copy_(_as_pair(product, pair.shape, COLUMNS)), ROWS)
+    grad_rows = torch.bmm(by_row, _matrices(pair, ROWS).mT)
+    grad_pair = into(product.view_as(by_row), torch.bmm, rows.mT, by_row)
+    of_rows, of_columns = (
+        [(grad_kernel * slope).sum((1, 2)) for slope in _slopes(kernel)]
+        for grad_kernel, kernel in ((grad_rows, rows), (grad_columns, columns))
+    )
+    return _grad_position(of_rows, of_columns), _as_pair(grad_pair, pair.shape, ROWS)
+
+
+# To Inductor the matrix products are single operators: with open sizes it does not get through their layouts.
+@torch.library.custom_op('mmdtn::mix', mutates_args=())
+def _mix_op(rows: Tensor, columns: Tensor, pair: Tensor) -> tuple[Tensor, Tensor]:
+    return _mix(rows, columns, pair)
+
+
+@_mix_op.register_fake
+def _(rows: Tensor, columns: Tensor, pair: Tensor) -> tuple[Tensor, Tensor]:
+    return _laid_out(pair, COLUMNS), _laid_out(pair, COLUMNS)
+
+
+@torch.library.custom_op('mmdtn::mix_backward', mutates_args=())
+def _mix_backward_op(
+    rows: Tensor, columns: Tensor, pair: Tensor, mixed_rows: Tensor, grad: Tensor
+) -> tuple[Tensor, Tensor]:
+    return _mix_backward(rows, columns, pair, mixed_rows, grad, overwrite=False)
+
+
+@_mix_backward_op.register_fake
+def _(rows: Tensor, columns: Tensor, pair: Tensor, mixed_rows: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
+    return rows.new_empty(rows.shape[0], 3), _laid_out(pair, ROWS)
+
+
+def _stacked(first: Tensor, second: Tensor, axis: int) -> Tensor:
+    """Two maps as a pair whose memory is laid out for products along ``axis``."""
+    to_matrices = (4, axis, 5 - axis, 0, 1, 5)
+    laid_out = torch.stack((first, second)).permute(to_matrices).contiguous()
+    return laid_out.permute([to_matrices.index(i) for i in range(6)])
+
+
+def _laid_out(pair: Tensor, axis: int) -> Tensor:
+    _, batch, h, w, heads, c = pair.shape
+    size, other = (h, w) if axis == COLUMNS else (w, h)
+    return _as_pair(pair.new_empty(heads, size, other * 2 * batch * c), pair.shape, axis)
+
+
+def _matrices(pair: Tensor, axis: int) -> Tensor:
+    """A pair as the matrices ``K x n x m`` that kernels along ``axis`` multiply; in its memory if laid out so."""
+    return pair.permute(4, axis, 5 - axis, 0, 1, 5).reshape(pair.shape[4], pair.shape[axis], -1)
+
+
+def _as_pair(matrices: Tensor, shape: tuple[int, ...], axis: int) -> Tensor:
+    """The inverse of ``_matrices``, in the same memory."""
+    two, batch, _, _, heads, c = shape
+    order = (3, 4, 1, 2, 0, 5) if axis == COLUMNS else (3, 4, 2, 1, 0, 5)
+    return matrices.view(heads, shape[axis], shape[5 - axis], two, batch, c).permute(order)
+
+
+def _mix_backward_by_sums(rows, columns, pair, mixed_rows, grad):
+    # A gradient of the kernels themselves, K x w x w, sums over channels, across the lanes of vectors, which is slow.
+    # Sums with the slopes run beside those of ``mix`` and share what they load.
+    grad = [computed_once(g) for g in grad]
+    of_columns = [_inner([_sum_along_columns(slope.mT, g) for g in grad], mixed_rows) for slope in _slopes(columns)]
+    grad = [_sum_along_columns(columns.mT, g) for g in grad]
+    of_rows = [_inner([_sum_along_rows(slope.mT, g) for g in grad], pair) for slope in _slopes(rows)]
+    return _grad_position(of_rows, of_columns), tuple(_sum_along_rows(rows.mT, g) for g in grad)
+
+
+def _inner(grad, pair):
+    """To one value per head."""
+    first, second = (g * t for g, t in zip(grad, pair, strict=True))
+    return (first + second).sum(2).sum((0, 1, 3))
+
+
+def _grad_position(of_rows, of_columns):
+    return torch.stack((of_rows[0] + of_columns[0], of_rows[1], of_columns[1]), 1)
+
+
+def _sum_along_rows(kernel: Tensor, maps: Tensor) -> Tensor:
+    return (maps[:, :, None] * kernel.permute(1, 2, 0)[..., None]).sum(3)
+
+
+def _sum_along_columns(kernel: Tensor, maps: Tensor) -> Tensor:
+    return (maps[:, None] * kernel.permute(1, 2, 0)[:, :, None, :, None]).sum(2)
