@@ -1,19 +1,13 @@
 """README and docs tell the truth: links resolve, commands exist with the options they show, code runs."""
 
 import re
-from pathlib import Path
 
 import pytest
 import torch
 from mmengine.config import Config
 from mmengine.registry import MODELS
 
-REPO = Path(__file__).parents[1]
-PAGES = [REPO / 'README.md', *sorted((REPO / 'docs').glob('*.md')), *sorted(REPO.glob('configs/*/README.md'))]
-
-
-def named(page):
-    return str(page.relative_to(REPO))
+from .pages import PAGES, REPO, commands, named
 
 
 @pytest.mark.parametrize('page', PAGES, ids=named)
@@ -29,17 +23,7 @@ def test_relative_links_resolve(page):
             assert anchor in {re.sub(r'[^\w -]', '', h).lower().replace(' ', '-') for h in headings}, target
 
 
-def commands():
-    """``(page, line)`` of all commands: those set off as code, and those within a line."""
-    for page in PAGES:
-        text = page.read_text()
-        for line in re.findall(r'^ {4}(.+)$', text, re.M) + re.findall(r'`([^`\n]+)`', text):
-            line = re.sub(r'\s+#.*$', '', line)
-            if re.match(r'([A-Z_]+=\S+ )*(python |make |tools/|requirements/)', line):
-                yield pytest.param(line, id=f'{named(page)}: {line[:60]}')
-
-
-@pytest.mark.parametrize('line', commands())
+@pytest.mark.parametrize('line', [pytest.param(line, id=f'{page}: {line[:60]}') for line, page in commands().items()])
 def test_commands_exist_with_their_options(line):
     words = re.sub(r'^([A-Z_]+=\S+ )+', '', line).split()
     if words[0] == 'make':

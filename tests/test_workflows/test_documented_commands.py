@@ -1,0 +1,193 @@
+"""Every command that README and docs show runs, in a directory that has what they expect: `make test-docs`.
+
+What this project cannot have for a test is stood in for: COCO, ImageNet and CIFAR by a few generated pictures under
+their names, published weights by a file of the same tensors, eight GPUs by two processes, srun by a program that notes
+its arguments. Long trainings get `--dry-run`, which builds everything and trains and validates one step, and benchmarks
+one repetition. Nothing else is left out.
+"""
+
+import json
+import os
+import pickle
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from mmengine.config import Config
+from mmengine.registry import MODELS, DefaultScope, init_default_scope
+from PIL import Image
+
+from mmdtn.datasets import write_coco
+
+from ..checkpoints import published
+from ..pages import REPO, commands
+from ..training import run_command, write_detector
+
+COCO_NAMES = ('person', 'bicycle', 'car', 'motorcycle', 'airplane')  # for the five classes of the generated pictures
+QUICK = (
+    'python -c',
+    'python -m mmdtn.doctor',
+    'python tools/model_converters/',
+    'tools/model_converters/',
+    'make test',
+)
+CALLED_BY_CI_OR_ENDLESS = ('make test', 'make test-fast', 'make test-docs')  # these run tests: only looked up
+FINISHED_WITHIN = 20 * 60  # seconds; for what hangs
+
+
+def cases():
+    for line, page in commands().items():
+        yield pytest.param(line, id=f'{page}: {line[:70]}', marks=() if line.startswith(QUICK) else pytest.mark.docs)
+
+
+@pytest.fixture(scope='session')
+def place(tmp_path_factory):
+    """A repository of links, with data, weights and finished runs beside."""
+    folder = tmp_path_factory.mktemp('newcomer')
+    for name in ('configs', 'tools', 'requirements', 'mmdtn', 'Makefile', 'setup.py'):
+        (folder / name).symlink_to(REPO / name)
+    torch.save(published.pvt().file, folder / 'pvt_tiny.pth')
+    return folder
+
+
+@pytest.fixture(scope='session')
+def furnished(place):
+    _coco(place)
+    _imagenet(place / 'data' / 'imagenet')
+    batches = [*(f'data_batch_{i}' for i in range(1, 6)), 'test_batch']
+    _cifar(place / 'data/cifar10/cifar-10-batches-py', batches, 'labels', 'batches.meta', 'label_names')
+    _cifar(place / 'data/cifar100/cifar-100-python', ['train', 'test'], 'fine_labels', 'meta', 'fine_label_names')
+    for config, epoch in (
+        ('pvt/pvt-t-dtn_8xb128_in1k', 300),
+        ('swin/swin-t-dtn_8xb128_in1k', 300),
+        ('pvt/retinanet_pvt-t-dtn_fpn_1x_coco', 12),
+    ):
+        _untrained(place, config, epoch)
+    write_detector(place / 'small.py', place / 'data' / 'shapes')
+    for run in ('one', 'two'):
+        run_command(sys.executable, 'tools/train.py', 'small.py', '--work-dir', f'work_dirs/{run}', cwd=place)
+    shutil.copy(place / 'work_dirs' / 'one' / 'epoch_2.pth', place / 'small.pth')
+    srun = place / 'bin' / 'srun'
+    srun.parent.mkdir()
+    srun.write_text('#!/bin/sh\nfor a in "$@"; do echo "$a"; done > called.txt\n')
+    srun.chmod(0o755)
+    return place
+
+
+def _coco(place):
+    """Generated pictures under COCO's names, of files and of classes."""
+    shapes = write_coco(place / 'data' / 'shapes', 8, 4)
+    coco = place / 'data' / 'coco'
+    (coco / 'annotations').mkdir(parents=True)
+    for split in ('train', 'val'):
+        (coco / f'{split}2017').symlink_to(shapes / split)
+        content = json.loads((shapes / 'annotations' / f'instances_{split}.json').read_text())
+        for category, name in zip(content['categories'], COCO_NAMES, strict=True):
+            category['name'] = name
+        (coco / 'annotations' / f'instances_{split}2017.json').write_text(json.dumps(content))
+
+
+def _imagenet(root):
+    """A folder for each of the thousand classes, pictures in two of them."""
+    for split in ('train', 'val'):
+        for number in range(1000):
+            folder = root / split / f'n{number:08}'
+            folder.mkdir(parents=True)
+            for i in range(4 * (number < 2)):
+                pixels = np.random.default_rng(10 * number + i).integers(0, 256, (240, 260, 3), dtype=np.uint8)
+                Image.fromarray(pixels).save(folder / f'{i}.JPEG')
+
+
+def _cifar(root, batches, labels, meta, names):
+    """Pickles as CIFAR's own, with the keys that those have."""
+    root.mkdir(parents=True)
+    rng = np.random.default_rng(0)
+    for name in batches:
+        batch = {'data': rng.integers(0, 256, (8, 3072), dtype=np.uint8), labels: rng.integers(0, 10, 8).tolist()}
+        (root / name).write_bytes(pickle.dumps(batch))
+    (root / meta).write_bytes(pickle.dumps({names: [f'class {i}' for i in range(100)]}))
+
+
+def _untrained(place, config, epoch):
+    """What the training that a page shows before would have left, but for the training."""
+    cfg = Config.fromfile(REPO / 'configs' / f'{config}.py')
+    cfg.model.backbone.init_cfg = None
+    init_default_scope(cfg.default_scope)
+    try:
+        state = MODELS.build(cfg.model).state_dict()
+    finally:
+        DefaultScope._instance_dict.clear()
+    target = place / 'work_dirs' / Path(config).name / f'epoch_{epoch}.pth'
+    target.parent.mkdir(parents=True)
+    torch.save(dict(state_dict=state, meta={}), target)
+
+
+def here(line: str) -> str:
+    """The command as this machine can run it."""
+    line = re.sub(r'/path/to/python|\bPYTHON$', sys.executable, line)
+    line = re.sub(r'\bCONFIG\b', 'small.py', line)
+    line = re.sub(r'\bCHECKPOINT\b', 'small.pth', line)
+    line = re.sub(r'\bDIR\b', 'data/shapes/val', line)
+    line = re.sub(r'WORK_DIR\.\.\.', 'work_dirs/one work_dirs/two', line)
+    line = line.replace('10.1.1.1', '127.0.0.1')
+    if line.startswith('make test'):
+        line = line.replace('make', 'make -n', 1)  # or this test would run itself
+    elif line.startswith('make demo'):
+        line = f'make demo PYTHON={sys.executable}'
+    elif line.startswith('python tools/train.py configs/'):
+        line += ' --dry-run'
+    elif 'dist_train.sh' in line:
+        line = line.replace('small.py 8', 'small.py 2') + ' --work-dir work_dirs/several'
+    elif 'benchmark_' in line:
+        line += ' --repeats 1'
+    if 'cifar' in line:
+        # MMPretrain knows the real files by their checksums, which generated ones cannot have.
+        trust = 'import mmpretrain.datasets.cifar as c, runpy, sys; c.check_md5 = lambda *_: True; '
+        run = 'sys.argv.pop(0); runpy.run_path(sys.argv[0], run_name="__main__")'
+        line = line.replace('python ', f"python -c '{trust}{run}' ", 1)
+    return re.sub(r'^((?:[A-Z_]+=\S+ )*)python ', rf'\1{sys.executable} ', line)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('line', cases())
+def test_command_runs(line, place, request):
+    if not line.startswith(QUICK):
+        request.getfixturevalue('furnished')
+    env = dict(os.environ, PYTHONPATH=str(REPO), CUDA_VISIBLE_DEVICES='', PATH=f'{place}/bin:{os.environ["PATH"]}')
+    env |= dict(PYTHON=sys.executable, OMP_NUM_THREADS='1')
+    command = here(line)
+    nodes = [command, command.replace('NODE_RANK=0', 'NODE_RANK=1')] if 'NODE_RANK=' in command else [command]
+    pipes = dict(text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    running = [subprocess.Popen(node, shell=True, cwd=place, env=env, **pipes) for node in nodes]
+    for process in running:
+        said, _ = process.communicate(timeout=FINISHED_WITHIN)
+        assert process.returncode == 0, f'{command}\n{said[-4000:]}'
+    check = CHECKS.get(next((name for name in CHECKS if name in line), ''))
+    if check is not None:
+        check(place, said)
+
+
+def _demo_learned(place, said):
+    metrics = json.loads((place / 'work_dirs' / 'demo' / 'summary.json').read_text())
+    assert metrics['coco/bbox_mAP_50'] >= 0.70 and metrics['coco/segm_mAP_50'] >= 0.65, said[-1500:]
+
+
+def _called_srun(place, said):
+    called = (place / 'called.txt').read_text().splitlines()
+    assert '--ntasks=16' in called and 'small.py' in called
+
+
+# What a command has to leave or say, beside ending well.
+CHECKS = {
+    'make demo': _demo_learned,
+    'slurm_train.sh': _called_srun,
+    '--out pvt-t.pth': lambda place, said: torch.load(place / 'pvt-t.pth', weights_only=True),
+    '--out pvt-t-dtn.pth': lambda place, said: torch.load(place / 'pvt-t-dtn.pth', weights_only=True),
+    '--out report': lambda place, said: (place / 'report' / 'report.html').read_text(),
+    '--out curves': lambda place, said: (place / 'curves' / 'curves.png').read_bytes(),
+}
