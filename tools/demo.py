@@ -1,7 +1,7 @@
 """Trains a small Mask R-CNN with DTN on generated pictures, on the CPU, and shows what it finds: python tools/demo.py
 
 Data, training in two processes, COCO metrics on pictures that were held out, predictions drawn beside the truth, a
-summary. What MMEngine and MMDetection print goes to log.txt in the work dir.
+report of what the DTN layers did, a summary. What MMEngine and MMDetection print goes to log.txt in the work dir.
 """
 
 import argparse
@@ -31,6 +31,7 @@ CONFIG = TOOLS.parent / 'configs' / 'demo' / 'mask-rcnn_pvt-dtn_shapes.py'
 # For maps this small, two processes of one thread are faster than one process of two, which wait for each other.
 PROCESSES = 2
 PICTURES = 12
+ANALYZED = 4
 SCORE = 0.5  # what is drawn
 
 
@@ -104,6 +105,17 @@ def draw(runner: Runner, folder: Path) -> None:
         )
 
 
+def analyze(checkpoint: Path, data: Path, folder: Path, log: TextIO) -> Path:
+    """As a user looks into a model of his own; returns the page."""
+    images = data / 'annotations' / 'instances_val.json'
+    command = [sys.executable, TOOLS / 'analysis_tools' / 'analyze_dtn.py', CONFIG, checkpoint]
+    options = ['--images', images, '--number', str(ANALYZED), '--out', folder]
+    done = subprocess.run([*map(str, [*command, *options])], stdout=log, stderr=log)
+    if done.returncode != 0:
+        raise SystemExit(f'FAILED: the report. Its whole output: {log.name}')
+    return folder / 'report.html'
+
+
 def minutes(seconds: float) -> str:
     return f'{int(seconds) // 60} min {int(seconds) % 60:02} s'
 
@@ -128,6 +140,8 @@ def main() -> None:
             runner = Runner.from_cfg(cfg)
             metrics = runner.test()
             draw(runner, pictures)
+        print('==> looking into the DTN layers', flush=True)
+        report = analyze(checkpoint, data, work_dir / 'report', log)
     (work_dir / 'summary.json').write_text(json.dumps(metrics, indent=1))
 
     print(f'\nDemo finished in {minutes(time.monotonic() - started)}.\n')
@@ -136,6 +150,7 @@ def main() -> None:
         print(f'  {name + " AP":12}{ap:.3f}   AP50 {ap50:.3f}')
     print(f"""
   pictures    {pictures} (left the truth, right what was found)
+  report      {report} (where its DTN layers looked)
   checkpoint  {checkpoint}
   metrics     {work_dir / 'summary.json'}
 

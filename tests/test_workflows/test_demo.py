@@ -32,6 +32,8 @@ def test_the_demo_ends_with_a_summary_pictures_and_a_checkpoint(tmp_path):
     for picture in pictures:
         with Image.open(picture) as both, Image.open(tmp_path / 'data/shapes/val' / f'{picture.stem}.jpg') as one:
             assert both.size == (2 * one.width, one.height), 'truth and prediction, side by side'
+    report = tmp_path / said.partition('  report ')[2].split()[0]
+    assert '<img' in report.read_text()
     checkpoint = Path(said.partition('checkpoint')[2].split()[0])
     assert 'state_dict' in torch.load(tmp_path / checkpoint, weights_only=False)
     assert 'tools/train.py configs/pvt/' in said and (REPO / 'configs/pvt/mask-rcnn_pvt-t-dtn_fpn_1x_coco.py').exists()
