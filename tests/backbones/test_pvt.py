@@ -34,7 +34,7 @@ def test_layernorm_mode_is_mmdetections_pvt(arch, depths):
             torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize('arch', ['b0', 'b2'])
+@pytest.mark.parametrize('arch', ['b0', pytest.param('b2', marks=pytest.mark.slow)])
 @torch.no_grad()
 def test_layernorm_mode_is_timms_pvt_v2(arch):
     peer = randomised(timm.create_model(f'pvt_v2_{arch}', features_only=True))
@@ -122,7 +122,9 @@ def test_features_of_an_image_do_not_depend_on_its_batch(arch):
         torch.testing.assert_close(alone, together[1:2], rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize('arch', ARCHS)
+@pytest.mark.parametrize(
+    'arch', [pytest.param(arch, marks=[] if arch in ('tiny', 'b0') else pytest.mark.slow) for arch in ARCHS]
+)
 def test_forward_on_fake_cuda_tensors(arch):
     with FakeTensorMode(), torch.device('cuda'):
         model = PVTDTN(arch)

@@ -20,6 +20,7 @@ DETECTION = sorted(p.name for p in ROOT.glob('*_coco.py'))
 IMAGENET = sorted(p.name for p in ROOT.glob('*_in1k.py'))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('name', DETECTION)
 def test_detector_trains_a_step_and_infers(name):
     detector_trains_a_step_and_infers(ROOT / name)
@@ -49,6 +50,7 @@ def test_detection_recipe(name):
     assert loads.get('with_mask', False) == name.startswith('mask-rcnn')
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('name', IMAGENET)
 def test_classifier_trains_a_step_and_infers(name):
     classifier_trains_a_step_and_infers(ROOT / name)
@@ -83,6 +85,7 @@ def test_no_weight_decay_on_dtn_norms_and_embeddings(name):
     assert dtn and all(decay[id(p)] == 0 for p in dtn)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(('name', 'limit'), [('t', 0.015), ('s', 0.025), ('m', 0.025), ('l', 0.025), ('v2-b3', 0.025)])
 def test_flops_that_dtn_adds(name, limit):
     stem = f'pvt-{name}' if len(name) == 1 else f'pvt{name}'

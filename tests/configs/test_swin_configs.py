@@ -25,6 +25,7 @@ def test_the_configs_are_there():
     assert len(DETECTION) == 6 and len(IMAGENET) == 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('name', DETECTION)
 def test_detector_trains_a_step_and_infers(name):
     detector_trains_a_step_and_infers(ROOT / name)
@@ -48,6 +49,7 @@ def test_detection_recipe(name):
     assert next(t for t in pipeline if t.type == 'LoadAnnotations').get('with_mask', False) == (not retinanet)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('name', IMAGENET)
 def test_classifier_trains_a_step_and_infers(name):
     classifier_trains_a_step_and_infers(ROOT / name)

@@ -15,6 +15,7 @@ IMAGENET = sorted(p.name for p in ROOT.glob('*_in1k.py'))
 CIFAR = sorted(p.name for p in ROOT.glob('*_cifar*.py'))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('name', IMAGENET + CIFAR)
 def test_classifier_trains_a_step_and_infers(name):
     classifier_trains_a_step_and_infers(ROOT / name, side=64 if name in IMAGENET else 32)
@@ -79,6 +80,7 @@ def test_cifar_pair_differs_in_the_normaliser_alone(data):
     assert sum(p.numel() for p in model.parameters()) == pytest.approx(2.75e6, rel=0.02)
 
 
+@pytest.mark.slow
 def test_flops_that_dtn_adds_to_vit_s_star():
     added = added_flops(ROOT / 'vit-s-star-dtn_8xb128_in1k.py', ROOT / 'vit-s-star_8xb128_in1k.py')
     assert 0 < added <= 0.018

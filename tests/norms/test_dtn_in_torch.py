@@ -121,7 +121,7 @@ def test_moving_copying_saving():
     assert layer.to('meta')(x.to('meta')).shape == x.shape
 
 
-@pytest.mark.parametrize('pool_size', [1, 2])
+@pytest.mark.parametrize('pool_size', [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_whole_layer_compiles_to_one_graph_with_a_bounded_number_of_variants(pool_size):
     torch._dynamo.reset()
     layer = randomised(DTN(12, 3, pool_size))

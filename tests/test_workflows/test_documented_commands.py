@@ -58,7 +58,8 @@ def place(tmp_path_factory):
 @pytest.fixture(scope='session')
 def furnished(place):
     _coco(place)
-    _imagenet(place / 'data' / 'imagenet')
+    _folders(place / 'data' / 'imagenet', 1000, 240, ('train', 'val'))
+    _folders(place / 'data' / 'cifar10', 10, 32, ('train', 'test'))
     batches = [*(f'data_batch_{i}' for i in range(1, 6)), 'test_batch']
     _cifar(place / 'data/cifar10/cifar-10-batches-py', batches, 'labels', 'batches.meta', 'label_names')
     _cifar(place / 'data/cifar100/cifar-100-python', ['train', 'test'], 'fine_labels', 'meta', 'fine_label_names')
@@ -69,8 +70,9 @@ def furnished(place):
     ):
         _untrained(place, config, epoch)
     write_detector(place / 'small.py', place / 'data' / 'shapes')
-    for run in ('one', 'two'):
+    for run, also in (('one', 'vit-mini_4e_cifar10-folder'), ('two', 'vit-mini-dtn_4e_cifar10-folder')):
         run_command(sys.executable, 'tools/train.py', 'small.py', '--work-dir', f'work_dirs/{run}', cwd=place)
+        (place / 'work_dirs' / also).symlink_to(run)  # for what compares finished runs
     shutil.copy(place / 'work_dirs' / 'one' / 'epoch_2.pth', place / 'small.pth')
     srun = place / 'bin' / 'srun'
     srun.parent.mkdir()
@@ -92,15 +94,15 @@ def _coco(place):
         (coco / 'annotations' / f'instances_{split}2017.json').write_text(json.dumps(content))
 
 
-def _imagenet(root):
-    """A folder for each of the thousand classes, pictures in two of them."""
-    for split in ('train', 'val'):
-        for number in range(1000):
+def _folders(root, classes, side, splits):
+    """A folder for each of many classes, pictures in two of them."""
+    for split in splits:
+        for number in range(classes):
             folder = root / split / f'n{number:08}'
             folder.mkdir(parents=True)
             for i in range(4 * (number < 2)):
-                pixels = np.random.default_rng(10 * number + i).integers(0, 256, (240, 260, 3), dtype=np.uint8)
-                Image.fromarray(pixels).save(folder / f'{i}.JPEG')
+                pixels = np.random.default_rng(10 * number + i).integers(0, 256, (side, side, 3), dtype=np.uint8)
+                Image.fromarray(pixels).save(folder / f'{i}.png')
 
 
 def _cifar(root, batches, labels, meta, names):

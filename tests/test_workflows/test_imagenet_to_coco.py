@@ -39,6 +39,7 @@ def folder(tmp_path):
     return tmp_path
 
 
+@pytest.mark.slow
 def test_a_classifiers_checkpoint_fills_a_detectors_backbone(folder):
     config = folder / 'classifier.py'
     config.write_text(CONFIG.format(repo=REPO, arch=dict(ARCH, _delete_=True), data=folder / 'data'))
