@@ -62,7 +62,7 @@ def furnished(place):
         ('pvt/retinanet_pvt-t-dtn_fpn_1x_coco', 12),
     ):
         _untrained(place, config, epoch)
-    write_detector(place / 'small.py', place / 'data' / 'shapes')
+    write_detector(place / 'small.py', place / 'data' / 'few')
     for run, also in (('one', 'vit-mini_4e_cifar10-folder'), ('two', 'vit-mini-dtn_4e_cifar10-folder')):
         run_command(sys.executable, 'tools/train.py', 'small.py', '--work-dir', f'work_dirs/{run}', cwd=place)
         (place / 'work_dirs' / also).symlink_to(run)  # for what compares finished runs
@@ -76,7 +76,7 @@ def furnished(place):
 
 def _coco(place):
     """Generated pictures under COCO's names, of files and of classes."""
-    shapes = write_coco(place / 'data' / 'shapes', 8, 4)
+    shapes = write_coco(place / 'data' / 'few', 8, 4)  # the demo has data/shapes
     coco = place / 'data' / 'coco'
     (coco / 'annotations').mkdir(parents=True)
     for split in ('train', 'val'):
@@ -126,7 +126,7 @@ def here(line: str) -> str:
     line = re.sub(r'/path/to/python|\bPYTHON$', sys.executable, line)
     line = re.sub(r'\bCONFIG\b', 'small.py', line)
     line = re.sub(r'\bCHECKPOINT\b', 'small.pth', line)
-    line = re.sub(r'\bDIR\b', 'data/shapes/val', line)
+    line = re.sub(r'\bDIR\b', 'data/few/val', line)
     line = re.sub(r'WORK_DIR\.\.\.', 'work_dirs/one work_dirs/two', line)
     line = line.replace('10.1.1.1', '127.0.0.1')
     line = line.replace('requirements/install.sh', str(REPO / 'requirements' / 'install.sh'))  # not a package of links
