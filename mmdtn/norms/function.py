@@ -105,16 +105,16 @@ def backward(
 
     # y = weight * z / sqrt(variance) + bias: weight * d is the gradient of z, -weight / 2 * e that of the variance.
     d = variance.rsqrt().mul_(g)
-    e = z.mul_(d)
-    grad_weight = _sum_tokens(e)
+    e = z.mul_(d).div_(variance)
     grad_bias = _sum_tokens(g)
-    e.div_(variance)
     d_cells, e_cells = (cell_sum(t.flatten(-2)).squeeze(4).squeeze(2).unflatten(-1, (K, c)) for t in (d, e))
     flat_d, flat_e = d.view(-1, C), e.view(-1, C)
     M, V = mixed
     of_shift = (d_cells.sum(2).sum(1) * shift.view(-1, K, c)).sum(0).view(C)
     grad_mean_lambda = w * ((d_cells * M).sum(2).sum((0, 1)).flatten() + of_shift - _sum_tokens(d, mean)).view(K, c)
-    grad_var_lambda = w / 2 * ((e_cells * V).sum(2).sum((0, 1)).flatten() - _sum_tokens(e, var)).view(K, c)
+    of_V, of_var, of_eps = (e_cells * V).sum(2).sum((0, 1)), _sum_tokens(e, var).view(K, c), e_cells.sum(2).sum((0, 1))
+    grad_var_lambda = w / 2 * (of_V - of_var)
+    grad_weight = ((1 - k) * of_V + k * of_var + s.eps * of_eps).view(C)  # the sum of e times the variance, by its parts
 
     # Through M = P p and V = relu(P q - M^2) to the pair (p, q): the relu passes where V is positive.
     grad_M, grad_V = mixed
