@@ -114,7 +114,7 @@ def backward(
     grad_mean_lambda = w * ((d_cells * M).sum(2).sum((0, 1)).flatten() + of_shift - _sum_tokens(d, mean)).view(K, c)
     of_V, of_var, of_eps = (e_cells * V).sum(2).sum((0, 1)), _sum_tokens(e, var).view(K, c), e_cells.sum(2).sum((0, 1))
     grad_var_lambda = w / 2 * (of_V - of_var)
-    grad_weight = ((1 - k) * of_V + k * of_var + s.eps * of_eps).view(C)  # the sum of e times the variance, by its parts
+    grad_weight = ((1 - k) * of_V + k * of_var + s.eps * of_eps).view(C)  # sum of e times the variance, by its parts
 
     # Through M = P p and V = relu(P q - M^2) to the pair (p, q): the relu passes where V is positive.
     grad_M, grad_V = mixed
@@ -214,6 +214,6 @@ def _sum_tokens(tokens: Tensor, factor: Tensor | None = None) -> Tensor:
     if torch.compiler.is_compiling():
         # Row by row: Inductor goes through all it sums once for each few channels, and a row stays in the cache.
         tokens = tokens if factor is None else tokens * factor
-        return tokens.flatten(-2).sum((2, 3, 4)).sum((0, 1))
+        return cell_sum(tokens.flatten(-2)).sum((2, 3, 4)).sum((0, 1))
     tokens = tokens.reshape(-1, tokens.shape[-2] * tokens.shape[-1])
     return tokens.sum(0) if factor is None else tokens.mT @ factor.view(-1)

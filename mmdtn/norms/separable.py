@@ -62,16 +62,19 @@ def mix(rows: Tensor, columns: Tensor, pair: Pair) -> tuple[Pair, Pair]:
     Returns the mixed pair and the pair mixed along rows only, which ``mix_backward`` wants.
     """
     if isinstance(pair, Tensor):
-        return _mix_op(rows, columns, pair) if torch.compiler.is_compiling() else _mix(rows, columns, pair)
+        if not torch.compiler.is_compiling():
+            return _mix(rows, columns, pair)
+        mixed, mixed_rows = _mix_op(rows, columns, pair)
+        return (mixed[0].clone(), mixed[1].clone()), mixed_rows  # what is done to one in place leaves the other alone
     first, second = _sum_along_rows(rows, pair[0]), _sum_along_rows(rows, pair[1])
     return (_sum_along_columns(columns, first), _sum_along_columns(columns, second)), (first, second)
 
 
 def mix_backward(rows: Tensor, columns: Tensor, pair: Pair, mixed_rows: Pair, grad: Pair) -> tuple[Tensor, Pair]:
     """Gradients of the ``K x 3`` position and of the pair from that of the mixed pair. Overwrites the last two."""
-    if not (isinstance(pair, Tensor) and isinstance(mixed_rows, Tensor) and isinstance(grad, Tensor)):
+    if not (isinstance(pair, Tensor) and isinstance(mixed_rows, Tensor)):
         return _mix_backward_by_sums(rows, columns, pair, mixed_rows, grad)
-    if torch.compiler.is_compiling():
+    if not isinstance(grad, Tensor):
         return _mix_backward_op(rows, columns, pair, mixed_rows, _stacked(grad[0], grad[1], COLUMNS))
     return _mix_backward(rows, columns, pair, mixed_rows, grad, overwrite=True)
 
@@ -127,9 +130,8 @@ def _(rows: Tensor, columns: Tensor, pair: Tensor, mixed_rows: Tensor, grad: Ten
 
 def _stacked(first: Tensor, second: Tensor, axis: int) -> Tensor:
     """Two maps as a pair whose memory is laid out for products along ``axis``."""
-    to_matrices = (4, axis, 5 - axis, 0, 1, 5)
-    laid_out = torch.stack((first, second)).permute(to_matrices).contiguous()
-    return laid_out.permute([to_matrices.index(i) for i in range(6)])
+    matrices = torch.stack([t.permute(3, axis - 1, 4 - axis, 0, 4) for t in (first, second)], 3)
+    return _as_pair(matrices, (2, *first.shape), axis)
 
 
 def _laid_out(pair: Tensor, axis: int) -> Tensor:
