@@ -66,8 +66,8 @@ def mix(rows: Tensor, columns: Tensor, pair: Pair) -> tuple[Pair, Pair]:
             return _mix(rows, columns, pair)
         mixed, mixed_rows = _mix_op(rows, columns, pair)
         return (mixed[0].clone(), mixed[1].clone()), mixed_rows  # what is done to one in place leaves the other alone
-    first, second = _sum_along_rows(rows, pair[0]), _sum_along_rows(rows, pair[1])
-    return (_sum_along_columns(columns, first), _sum_along_columns(columns, second)), (first, second)
+    first, second = _along_rows(rows, pair[0]), _along_rows(rows, pair[1])
+    return (_along_columns(columns, first), _along_columns(columns, second)), (first, second)
 
 
 def mix_backward(rows: Tensor, columns: Tensor, pair: Pair, mixed_rows: Pair, grad: Pair) -> tuple[Tensor, Pair]:
@@ -155,11 +155,11 @@ def _as_pair(matrices: Tensor, shape: tuple[int, ...], axis: int) -> Tensor:
 def _mix_backward_by_sums(rows, columns, pair, mixed_rows, grad):
     # A gradient of the kernels themselves, K x w x w, sums over channels, across the lanes of vectors, which is slow.
     # Sums with the slopes run beside those of ``mix`` and share what they load.
-    grad = [computed_once(g) for g in grad]
-    of_columns = [_inner([_sum_along_columns(slope.mT, g) for g in grad], mixed_rows) for slope in _slopes(columns)]
-    grad = [_sum_along_columns(columns.mT, g) for g in grad]
-    of_rows = [_inner([_sum_along_rows(slope.mT, g) for g in grad], pair) for slope in _slopes(rows)]
-    return _grad_position(of_rows, of_columns), tuple(_sum_along_rows(rows.mT, g) for g in grad)
+    grad = [_columns_first(g) for g in grad]
+    of_columns = [_inner([_along_columns(slope.mT, g) for g in grad], mixed_rows) for slope in _slopes(columns)]
+    grad = [_along_columns(columns.mT, g) for g in grad]
+    of_rows = [_inner([_along_rows(slope.mT, g) for g in grad], pair) for slope in _slopes(rows)]
+    return _grad_position(of_rows, of_columns), tuple(_along_rows(rows.mT, g) for g in grad)
 
 
 def _inner(grad, pair):
@@ -172,9 +172,14 @@ def _grad_position(of_rows, of_columns):
     return torch.stack((of_rows[0] + of_columns[0], of_rows[1], of_columns[1]), 1)
 
 
-def _sum_along_rows(kernel: Tensor, maps: Tensor) -> Tensor:
+def _along_rows(kernel: Tensor, maps: Tensor) -> Tensor:
     return (maps[:, :, None] * kernel.permute(1, 2, 0)[..., None]).sum(3)
 
 
-def _sum_along_columns(kernel: Tensor, maps: Tensor) -> Tensor:
-    return (maps[:, None] * kernel.permute(1, 2, 0)[:, :, None, :, None]).sum(2)
+def _along_columns(kernel: Tensor, maps: Tensor) -> Tensor:
+    # With columns first in memory, a column stays in the cache until all its sums are done.
+    return _along_rows(kernel, maps.transpose(1, 2)).transpose(1, 2)
+
+
+def _columns_first(maps: Tensor) -> Tensor:
+    return computed_once(maps.transpose(1, 2).contiguous()).transpose(1, 2)
