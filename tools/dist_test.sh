@@ -4,10 +4,5 @@
 # On several machines, on each: NNODES=2 NODE_RANK=0 MASTER_ADDR=first.machine PORT=29500 tools/dist_test.sh ...
 set -euo pipefail
 [ $# -ge 3 ] || { echo "usage: $0 CONFIG CHECKPOINT PROCESSES [options of tools/test.py]" >&2; exit 2; }
-config=$1 checkpoint=$2 processes=$3
-shift 3
-here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
-PYTHONPATH="$here/..${PYTHONPATH:+:$PYTHONPATH}" exec "${PYTHON:-python}" -m torch.distributed.run \
-  --nnodes="${NNODES:-1}" --node_rank="${NODE_RANK:-0}" --master_addr="${MASTER_ADDR:-127.0.0.1}" \
-  --master_port="${PORT:-29500}" --nproc_per_node="$processes" \
-  "$here/test.py" "$config" "$checkpoint" --launcher pytorch "$@"
+. "$(dirname "${BASH_SOURCE[0]}")/launchers.sh"
+with_torchrun "$3" test.py "$1" "$2" --launcher pytorch "${@:4}"

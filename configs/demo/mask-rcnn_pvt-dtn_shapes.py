@@ -68,25 +68,21 @@ test_pipeline = [
     dict(type='PackDetInputs', meta_keys=('img_id', 'img_path', 'ori_shape', 'img_shape', 'scale_factor')),
 ]
 # Pictures this small are read faster than a second process hands them over.
+loader = dict(batch_size=4, num_workers=0, persistent_workers=False)
+pictures = dict(data_root=data_root, metainfo=metainfo)
 train_dataloader = dict(
-    batch_size=4,
-    num_workers=0,
-    persistent_workers=False,
+    **loader,
     dataset=dict(
-        data_root=data_root,
-        metainfo=metainfo,
+        **pictures,
         ann_file='annotations/instances_train.json',
         data_prefix=dict(img='train/'),
         pipeline=train_pipeline,
     ),
 )
 val_dataloader = dict(
-    batch_size=4,
-    num_workers=0,
-    persistent_workers=False,
+    **loader,
     dataset=dict(
-        data_root=data_root,
-        metainfo=metainfo,
+        **pictures,
         ann_file='annotations/instances_val.json',
         data_prefix=dict(img='val/'),
         pipeline=test_pipeline,

@@ -145,7 +145,7 @@ class _Numbered(Sampler):
         return getattr(self.sampler, name)
 
     def __len__(self) -> int:
-        return len(self.sampler)  # type: ignore[arg-type]
+        return len(self.sampler)  # type: ignore[arg-type]  # torch's base class has no length, MM's samplers do
 
     def __iter__(self) -> Iterator[_Draw]:
         rank, world_size = get_dist_info()
