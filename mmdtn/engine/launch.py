@@ -17,6 +17,7 @@ from torch.distributed import destroy_process_group
 
 from .checkpoint import newest_whole_checkpoint
 from .distributed import run_on_cpu
+from .memory import keep_freed_memory
 
 
 def add_common_options(parser: argparse.ArgumentParser) -> None:
@@ -40,8 +41,10 @@ def load_config(args: argparse.Namespace) -> Config:
 
 
 def build_runner(cfg: Config) -> Runner:
-    if cfg.launcher != 'none' and not has_accelerator():
-        run_on_cpu(cfg)
+    if not has_accelerator():
+        keep_freed_memory()
+        if cfg.launcher != 'none':
+            run_on_cpu(cfg)
     init_default_scope(cfg.get('default_scope', 'mmengine'))
     return Runner.from_cfg(cfg) if 'runner_type' not in cfg else RUNNERS.build(cfg)
 

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .memory import computed_once, into
+from .products import products
 
 
 def axis_kernel(position: Tensor, size: int, axis: int) -> Tensor:
@@ -80,29 +81,31 @@ def mix_backward(rows: Tensor, columns: Tensor, pair: Pair, mixed_rows: Pair, gr
 
 
 def _mix(rows: Tensor, columns: Tensor, pair: Tensor) -> tuple[Tensor, Tensor]:
-    by_row = _matrices(pair, ROWS)
-    product = _as_pair(torch.bmm(rows, by_row), pair.shape, ROWS)
-    mixed_rows = _as_pair(torch.empty_like(by_row), pair.shape, COLUMNS).copy_(product)
-    by_column = _matrices(mixed_rows, COLUMNS)
-    mixed = into(_matrices(product, ROWS).view_as(by_column), torch.bmm, columns, by_column)
-    return _as_pair(mixed, pair.shape, COLUMNS), mixed_rows
+    mixed_rows = _multiply(rows, pair, ROWS, _laid_out(pair, COLUMNS))
+    return _multiply(columns, mixed_rows, COLUMNS, _laid_out(pair, COLUMNS)), mixed_rows
 
 
 def _mix_backward(
     rows: Tensor, columns: Tensor, pair: Tensor, mixed_rows: Tensor, grad: Tensor, overwrite: bool
 ) -> tuple[Tensor, Tensor]:
-    by_column, inputs = _matrices(grad, COLUMNS), _matrices(mixed_rows, COLUMNS)
-    grad_columns = torch.bmm(by_column, inputs.mT)
-    product = into(inputs if overwrite else torch.empty_like(inputs), torch.bmm, columns.mT, by_column)
-    memory = by_column if overwrite else torch.empty_like(by_column)
-    by_row = _matrices(_as_pair(memory, pair.shape, ROWS).copy_(_as_pair(product, pair.shape, COLUMNS)), ROWS)
-    grad_rows = torch.bmm(by_row, _matrices(pair, ROWS).mT)
-    grad_pair = into(product.view_as(by_row), torch.bmm, rows.mT, by_row)
+    grad_columns = products(_matrices(grad, COLUMNS), _matrices(mixed_rows, COLUMNS).mT)
+    grad_mixed_rows = _laid_out(pair, ROWS, mixed_rows if overwrite else None)
+    _multiply(columns.mT, grad, COLUMNS, grad_mixed_rows)
+    grad_rows = products(_matrices(grad_mixed_rows, ROWS), _matrices(pair, ROWS).mT)
+    grad_pair = _laid_out(pair, ROWS, grad if overwrite else None)
+    _multiply(rows.mT, grad_mixed_rows, ROWS, grad_pair)
     of_rows, of_columns = (
         [(grad_kernel * slope).sum((1, 2)) for slope in _slopes(kernel)]
         for grad_kernel, kernel in ((grad_rows, rows), (grad_columns, columns))
     )
-    return _grad_position(of_rows, of_columns), _as_pair(grad_pair, pair.shape, ROWS)
+    return _grad_position(of_rows, of_columns), grad_pair
+
+
+def _multiply(kernel: Tensor, pair: Tensor, axis: int, result: Tensor) -> Tensor:
+    """The kernel of an axis times a pair that is laid out for it, in a result of any layout."""
+    matrices = _matrices(pair, axis)
+    products(kernel, matrices, result.permute(_to_matrices(axis)).view(*matrices.shape[:2], pair.shape[5 - axis], -1))
+    return result
 
 
 # To Inductor the matrix products are single operators: with open sizes it does not get through their layouts.
@@ -134,15 +137,23 @@ def _stacked(first: Tensor, second: Tensor, axis: int) -> Tensor:
     return _as_pair(matrices, (2, *first.shape), axis)
 
 
-def _laid_out(pair: Tensor, axis: int) -> Tensor:
+def _laid_out(pair: Tensor, axis: int, memory: Tensor | None = None) -> Tensor:
+    """An empty pair for products along ``axis``, in new memory or in that of another pair."""
     _, batch, h, w, heads, c = pair.shape
     size, other = (h, w) if axis == COLUMNS else (w, h)
-    return _as_pair(pair.new_empty(heads, size, other * 2 * batch * c), pair.shape, axis)
+    matrices = heads, size, other * 2 * batch * c
+    if memory is None:
+        return _as_pair(pair.new_empty(matrices), pair.shape, axis)
+    return _as_pair(memory.as_strided(matrices, (size * matrices[2], matrices[2], 1)), pair.shape, axis)
 
 
 def _matrices(pair: Tensor, axis: int) -> Tensor:
     """A pair as the matrices ``K x n x m`` that kernels along ``axis`` multiply; in its memory if laid out so."""
-    return pair.permute(4, axis, 5 - axis, 0, 1, 5).reshape(pair.shape[4], pair.shape[axis], -1)
+    return pair.permute(_to_matrices(axis)).reshape(pair.shape[4], pair.shape[axis], -1)
+
+
+def _to_matrices(axis: int) -> tuple[int, ...]:
+    return 4, axis, 5 - axis, 0, 1, 5
 
 
 def _as_pair(matrices: Tensor, shape: tuple[int, ...], axis: int) -> Tensor:

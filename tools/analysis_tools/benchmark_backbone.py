@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from mmdtn.analysis import SavedBytes
 from mmdtn.backbones import PVTDTN, SwinDTN, ViTDTN
+from mmdtn.engine.memory import keep_freed_memory
 
 LN, COMPILED = dict(type='LN'), dict(type='DTN', compiled=True)
 DTN_HEADS = dict(base='tiny', num_heads=(4, 4, 5, 8))
@@ -98,6 +99,7 @@ def main() -> None:
     parser.add_argument('--json', help='write the results to this file as well')
     args = parser.parse_args()
     torch.manual_seed(0)
+    keep_freed_memory()  # as tools/train.py does; or else glibc's returning it decides the ratios
     print(f'torch {torch.__version__}, {torch.get_num_threads()} threads, float32')
     results: dict[str, dict] = {family: {} for family in args.models}
     for family, key in itertools.product(args.models, [args.only] if args.only else INPUTS):

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mmdtn.analysis import SavedBytes
+from mmdtn.engine.memory import keep_freed_memory
 from mmdtn.norms import DTN
 
 # B, C, heads, height, width, pool size
@@ -125,9 +126,7 @@ def main() -> None:
     parser.add_argument('--json', help='write the results to this file as well')
     args = parser.parse_args()
     torch.manual_seed(0)
-    # As in any process that has trained for a step: once a large block was freed, glibc keeps freed memory, where
-    # it would otherwise return it to the system after each call and fetch it again, page by page, in the next.
-    torch.empty(31 * 2**20, dtype=torch.uint8)
+    keep_freed_memory()  # as tools/train.py does; or else glibc's returning it decides the ratios
     print(f'torch {torch.__version__}, {torch.get_num_threads()} threads, float32')
     results = []
     for shape in SHAPES:
