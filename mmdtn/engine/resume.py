@@ -138,14 +138,14 @@ class _Draw(int):
 class _Numbered(Sampler):
     """The indices of ``sampler`` as draws, numbered over all processes, so that their number does not matter."""
 
-    def __init__(self, sampler: Sampler, first: int) -> None:
+    def __init__(self, sampler: Any, first: int) -> None:  # torch's Sampler promises no length, those of MM have one
         self.sampler, self.first = sampler, first
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.sampler, name)
 
     def __len__(self) -> int:
-        return len(self.sampler)  # type: ignore[arg-type]  # torch's base class has no length, MM's samplers do
+        return len(self.sampler)
 
     def __iter__(self) -> Iterator[_Draw]:
         rank, world_size = get_dist_info()

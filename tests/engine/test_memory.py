@@ -5,6 +5,9 @@ import subprocess
 import sys
 
 import pytest
+from mmengine.config import Config
+
+from mmdtn.engine import launch
 
 PROGRAM = """
 import resource, sys, torch
@@ -27,3 +30,13 @@ def test_freed_memory_is_not_fetched_again():
 
     assert fetched('keep') < 100
     assert fetched('as usual') > 100  # or the machine fetches so large pages that nothing is to be gained
+
+
+@pytest.mark.parametrize('accelerator', [False, True])
+def test_training_and_testing_keep_it_on_cpus_alone(monkeypatch, accelerator):
+    called = []
+    monkeypatch.setattr(launch, 'has_accelerator', lambda: accelerator)
+    monkeypatch.setattr(launch, 'keep_freed_memory', lambda: called.append(True))
+    monkeypatch.setattr(launch.Runner, 'from_cfg', lambda cfg: cfg)
+    launch.build_runner(Config(dict(launcher='none')))
+    assert bool(called) != accelerator
