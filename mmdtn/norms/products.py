@@ -1,35 +1,74 @@
-"""Matrix products of all heads."""
+"""Products of kernels, ``K x n x n``, one for each head.
+
+A head looks for statistics where it has learned to, mostly near: of a wide kernel most is zero, and CPUs leave that
+out. Graphs and GPUs multiply all, as they do not look at values.
+"""
 
 import functools
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
 from .memory import into
 
+SMALL = 48  # cells a side, below which one call for all heads is faster
+WIDE = 128  # cells a side, from which on it pays to leave zeros out, by blocks of so many rows:
+BLOCK = 48
 
-def products(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
-    """``K x n x m`` times ``K x m x q``, like ``torch.bmm``. ``out`` may have the ``q`` in any shape and memory.
 
-    On AMD's CPUs twice as fast as ``torch.bmm``: MKL, behind it, uses AVX-512 on Intel's alone, oneDNN on all.
-    """
-    if out is None:
-        out = a.new_empty(*a.shape[:2], b.shape[2])
-    if a.shape[1] < SMALL or not _by_onednn(a):
+def multiply(kernel: Tensor, matrices: Tensor, out: Tensor) -> Tensor:
+    """``K x n x n`` times ``K x n x m``, in ``out``, which may have the ``m`` in any shape and memory."""
+    if not _by_parts(kernel):
         if out.is_contiguous():
-            return into(out.view(*a.shape[:2], -1), torch.bmm, a, b)
-        return out.copy_(torch.bmm(a, b).view(out.shape))
-    for result, p, q in zip(out, a, b, strict=True):
-        result.copy_(torch.ops.mkldnn._linear_pointwise(p, q.mT, None, 'none', [], '').view(result.shape))
+            return into(out.view(matrices.shape), torch.bmm, kernel, matrices)
+        return out.copy_(torch.bmm(kernel, matrices).view(out.shape))
+    for head, rows, columns in _parts(kernel):
+        product = _product(kernel[head, rows, columns], matrices[head, columns])
+        part = out[head, rows]
+        part.copy_(product.view(part.shape))
     return out
 
 
-SMALL = 48  # rows of a matrix, below which one call for all heads is faster
+def kernel_gradient(grad: Tensor, matrices: Tensor, kernel: Tensor) -> Tensor:
+    """Of the gradient ``K x n x n``, the product of two ``K x n x m``, what falls where the kernel is not zero."""
+    if not _by_parts(kernel):
+        return torch.bmm(grad, matrices.mT)
+    result = torch.zeros_like(kernel)
+    for head, rows, columns in _parts(kernel):
+        result[head, rows, columns] = _product(grad[head, rows], matrices[head, columns].mT)
+    return result
+
+
+def _by_parts(kernel: Tensor) -> bool:
+    in_a_graph = torch.compiler.is_compiling() or torch.jit.is_tracing()
+    if kernel.device.type != 'cpu' or in_a_graph or type(kernel) is not Tensor:  # fake tensors have no values
+        return False
+    return len(kernel[0]) >= (SMALL if _by_onednn(kernel) else WIDE)
+
+
+def _parts(kernel: Tensor) -> Iterator[tuple[int, slice, slice]]:
+    """Heads, and rows of them, with the columns where those rows are not all zero."""
+    heads, n = kernel.shape[:2]
+    reaches = [n] * heads
+    if n >= WIDE:
+        index = torch.arange(n)
+        reaches = ((kernel != 0) * (index[None] - index[:, None]).abs()).amax((1, 2)).tolist()
+    for head, reach in enumerate(reaches):
+        if BLOCK + 2 * reach > n / 2:
+            yield head, slice(n), slice(n)
+        else:
+            for start in range(0, n, BLOCK):
+                yield head, slice(start, start + BLOCK), slice(max(0, start - reach), start + BLOCK + reach)
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    """On AMD's CPUs twice as fast as ``a @ b``: MKL, behind it, uses AVX-512 on Intel's alone, oneDNN on all."""
+    return torch.ops.mkldnn._linear_pointwise(a, b.mT, None, 'none', [], '') if _by_onednn(a) else a @ b
 
 
 def _by_onednn(a: Tensor) -> bool:
-    in_a_graph = torch.compiler.is_compiling() or torch.jit.is_tracing()
-    return a.device.type == 'cpu' and a.dtype == torch.float32 and not in_a_graph and _has_avx512_linear()
+    return a.dtype == torch.float32 and _has_avx512_linear()
 
 
 @functools.cache

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .memory import computed_once, into
-from .products import products
+from .products import kernel_gradient, multiply
 
 
 def axis_kernel(position: Tensor, size: int, axis: int) -> Tensor:
@@ -88,10 +88,10 @@ def _mix(rows: Tensor, columns: Tensor, pair: Tensor) -> tuple[Tensor, Tensor]:
 def _mix_backward(
     rows: Tensor, columns: Tensor, pair: Tensor, mixed_rows: Tensor, grad: Tensor, overwrite: bool
 ) -> tuple[Tensor, Tensor]:
-    grad_columns = products(_matrices(grad, COLUMNS), _matrices(mixed_rows, COLUMNS).mT)
+    grad_columns = kernel_gradient(_matrices(grad, COLUMNS), _matrices(mixed_rows, COLUMNS), columns)
     grad_mixed_rows = _laid_out(pair, ROWS, mixed_rows if overwrite else None)
     _multiply(columns.mT, grad, COLUMNS, grad_mixed_rows)
-    grad_rows = products(_matrices(grad_mixed_rows, ROWS), _matrices(pair, ROWS).mT)
+    grad_rows = kernel_gradient(_matrices(grad_mixed_rows, ROWS), _matrices(pair, ROWS), rows)
     grad_pair = _laid_out(pair, ROWS, grad if overwrite else None)
     _multiply(rows.mT, grad_mixed_rows, ROWS, grad_pair)
     of_rows, of_columns = (
@@ -104,7 +104,7 @@ def _mix_backward(
 def _multiply(kernel: Tensor, pair: Tensor, axis: int, result: Tensor) -> Tensor:
     """The kernel of an axis times a pair that is laid out for it, in a result of any layout."""
     matrices = _matrices(pair, axis)
-    products(kernel, matrices, result.permute(_to_matrices(axis)).view(*matrices.shape[:2], pair.shape[5 - axis], -1))
+    multiply(kernel, matrices, result.permute(_to_matrices(axis)).view(*matrices.shape[:2], pair.shape[5 - axis], -1))
     return result
 
 
