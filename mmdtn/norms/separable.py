@@ -164,19 +164,17 @@ def _as_pair(matrices: Tensor, shape: tuple[int, ...], axis: int) -> Tensor:
 
 
 def _mix_backward_by_sums(rows, columns, pair, mixed_rows, grad):
-    # A gradient of the kernels themselves, K x w x w, sums over channels, across the lanes of vectors, which is slow.
-    # Sums with the slopes run beside those of ``mix`` and share what they load.
     grad = [_columns_first(g) for g in grad]
-    of_columns = [_inner([_along_columns(slope.mT, g) for g in grad], mixed_rows) for slope in _slopes(columns)]
+    of_columns = _grad_slopes(columns, *([t.transpose(1, 2) for t in maps] for maps in (grad, mixed_rows)))
     grad = [_along_columns(columns.mT, g) for g in grad]
-    of_rows = [_inner([_along_rows(slope.mT, g) for g in grad], pair) for slope in _slopes(rows)]
+    of_rows = _grad_slopes(rows, grad, pair)
     return _grad_position(of_rows, of_columns), tuple(_along_rows(rows.mT, g) for g in grad)
 
 
-def _inner(grad, pair):
-    """To one value per head."""
-    first, second = (g * t for g, t in zip(grad, pair, strict=True))
-    return (first + second).sum(2).sum((0, 1, 3))
+def _grad_slopes(kernel, grad, maps):
+    """For each slope one value per head. As one sum over two dimensions it leaves nothing large in memory."""
+    outer = sum(g[:, :, :, None] * t[:, :, None] for g, t in zip(grad, maps, strict=True))
+    return [(outer * slope.permute(1, 2, 0)[..., None]).sum((2, 3)).sum((0, 1, 3)) for slope in _slopes(kernel)]
 
 
 def _grad_position(of_rows, of_columns):
