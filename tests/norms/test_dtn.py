@@ -135,8 +135,10 @@ def test_gradients(pool_size, prenorm, options):
     assert torch.autograd.gradcheck(run, (x, *(p.detach().clone().requires_grad_() for p in parameters)))
 
 
-def test_gradients_of_a_matrix_sized_grid_agree_with_autograd_through_the_equations():
+@pytest.mark.parametrize('by_products', [True, False])
+def test_gradients_of_a_matrix_sized_grid_agree_with_autograd_through_the_equations(by_products):
     layer = randomised(DTN(8, 4, 2), seed=3).double()
+    layer.settings = layer.settings._replace(by_products=by_products)  # the sums are for compiled code, but run in any
     x = torch.randn(2, 17, 22, 8, dtype=torch.float64, requires_grad=True)
     upstream = torch.randn_like(x)
     tensors = [x, *layer.parameters()]
