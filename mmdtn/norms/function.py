@@ -104,8 +104,9 @@ def backward(
     z, variance = _centre(z, saved, mixed, l, k, s, torch.empty_like(z))
 
     # y = weight * z / sqrt(variance) + bias: weight * d is the gradient of z, -weight / 2 * e that of the variance.
-    d = variance.rsqrt().mul_(g)
-    e = z.mul_(d).div_(variance)
+    e = z.div_(variance)
+    d = variance.rsqrt_().mul_(g)
+    e.mul_(d)
     grad_bias = _sum_tokens(g)
     d_cells, e_cells = (cell_sum(t.flatten(-2)).squeeze(4).squeeze(2).unflatten(-1, (K, c)) for t in (d, e))
     flat_d, flat_e = d.view(-1, C), e.view(-1, C)
@@ -129,17 +130,17 @@ def backward(
     # From all statistics to the tokens. What changes z along itself, prenorm undoes but for the share of eps.
     grad_mean = -(flat_d @ (l * w).view(C)).view(mean.shape)
     grad_var = -(flat_e @ (k * w).view(C)).view(mean.shape) / (C - int(s.unbiased))
-    z = _prenormalise(_by_head(x, s), scale, e)
     size = _cell_size(present, s)
     gz = into(d, torch.addcmul, _on_tokens(grad_first, s, size), d, w)
+    tokens = _by_head(x, s)
     if cell_second is not None:
-        gz.addcmul_(z, _on_tokens(grad_second, s, size), value=2)
+        gz.addcmul_(_prenormalise(tokens, scale, e), _on_tokens(grad_second, s, size), value=2)
     gz.add_(grad_mean / C - grad_var * mean)
     if scale is None:
-        gz.addcmul_(z, grad_var)
+        gz.addcmul_(tokens, grad_var)
     else:
-        along_z = into(variance, torch.mul, gz, z).sum(-1, keepdim=True) / c
-        gz.addcmul_(z, grad_var * s.eps * scale * scale - along_z).mul_(scale)
+        along = into(e, torch.mul, gz, tokens).sum(-1, keepdim=True) / c
+        gz.mul_(scale).addcmul_(tokens, (grad_var * s.eps * scale - along) * scale * scale * scale)
 
     grads = grad_weight, grad_bias, grad_mean_lambda.sum(-1), grad_var_lambda.sum(-1), grad_position
     return gz.view(x.shape).to(x.dtype), *grads
@@ -200,13 +201,15 @@ def _centre(
     return z.addcmul_(M, m, value=-1).sub_(m * saved.shift).sub_(l * saved.mean), variance
 
 
-def _on_tokens(cells: Tensor, s: Settings, size: Tensor | float = 1.0) -> Tensor:
+def _on_tokens(cells: Tensor, s: Settings, size: Tensor | float | None = None) -> Tensor:
     """Values of cells, ``B x h x w x K x c``, over the size of the cells, so that they broadcast to the tokens."""
     cells = cells[:, :, None, :, None]
     if s.pool_size == 1:
         return cells
+    if size is not None:
+        cells = cells / size
     # In memory along the rows of tokens: eager loops then run over whole rows, not over the channels of one token.
-    return (cells / size).expand(-1, -1, -1, -1, s.pool_size, -1, -1).contiguous()
+    return cells.expand(-1, -1, -1, -1, s.pool_size, -1, -1).contiguous()
 
 
 def _sum_tokens(tokens: Tensor, factor: Tensor | None = None) -> Tensor:

@@ -18,25 +18,27 @@ BLOCK = 48
 
 
 def multiply(kernel: Tensor, matrices: Tensor, out: Tensor) -> Tensor:
-    """``K x n x n`` times ``K x n x m``, in ``out``, which may have the ``m`` in any shape and memory."""
+    """``K x n x n`` times ``B x K x n x m``, in ``out``, which may have the ``m`` in any shape and memory."""
     if not _by_parts(kernel):
+        kernels = kernel.expand(len(matrices), -1, -1, -1).flatten(0, 1)
         if out.is_contiguous():
-            return into(out.view(matrices.shape), torch.bmm, kernel, matrices)
-        return out.copy_(torch.bmm(kernel, matrices).view(out.shape))
+            into(out.view_as(matrices).flatten(0, 1), torch.bmm, kernels, matrices.flatten(0, 1))
+            return out
+        return out.copy_(torch.bmm(kernels, matrices.flatten(0, 1)).view(out.shape))
     for head, rows, columns in _parts(kernel):
-        product = _product(kernel[head, rows, columns], matrices[head, columns])
-        part = out[head, rows]
-        part.copy_(product.view(part.shape))
+        for to, m in zip(out[:, head, rows], matrices[:, head, columns], strict=True):
+            to.copy_(_product(kernel[head, rows, columns], m).view(to.shape))
     return out
 
 
 def kernel_gradient(grad: Tensor, matrices: Tensor, kernel: Tensor) -> Tensor:
-    """Of the gradient ``K x n x n``, the product of two ``K x n x m``, what falls where the kernel is not zero."""
+    """Of the gradient ``K x n x n``, from two ``B x K x n x m``, what falls where the kernel is not zero."""
     if not _by_parts(kernel):
-        return torch.bmm(grad, matrices.mT)
+        return torch.bmm(grad.flatten(0, 1), matrices.flatten(0, 1).mT).view(-1, *kernel.shape).sum(0)
     result = torch.zeros_like(kernel)
     for head, rows, columns in _parts(kernel):
-        result[head, rows, columns] = _product(grad[head, rows], matrices[head, columns].mT)
+        for g, m in zip(grad[:, head, rows], matrices[:, head, columns], strict=True):
+            result[head, rows, columns] += _product(g, m.mT)
     return result
 
 

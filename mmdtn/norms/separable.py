@@ -20,11 +20,11 @@ def axis_kernel(position: Tensor, size: int, axis: int) -> Tensor:
     return computed_once(F.threshold(score.softmax(-1), 1e-30, 0.0))  # denormal factors cost CPUs a hundred times more
 
 
-def _slopes(kernel: Tensor) -> tuple[Tensor, Tensor]:
-    """The derivatives of a kernel by a_1 and a_axis, kernels themselves: P (f - sum_j P f) for f = d^2 and f = d."""
+def _slopes(kernel: Tensor) -> Tensor:
+    """``2 x K x n x n``: its derivatives by a_1 and a_axis, P (f - sum_j P f) for f = d^2 and f = d."""
     shift = _shifts(kernel.shape[-1], kernel.device)
-    square, linear = (computed_once(kernel * (f - (kernel * f).sum(-1, keepdim=True))) for f in (shift * shift, shift))
-    return square, linear
+    f = torch.stack((shift * shift, shift))[:, None]
+    return computed_once(kernel * (f - (kernel * f).sum(-1, keepdim=True)))
 
 
 def _shifts(size: int, device: torch.device) -> Tensor:
@@ -47,8 +47,7 @@ def make_pair(values: Tensor, shift: Tensor, second: Tensor | None, by_products:
     if torch.compiler.is_compiling():
         first = values - shift
         return _stacked(first, first * first if second is None else second, ROWS)
-    batch, h, w, heads, c = values.shape
-    pair = _as_pair(values.new_empty(heads, w, h * 2 * batch * c), (2, *values.shape), ROWS)
+    pair = _laid_out(values.expand(2, *values.shape), ROWS)
     first = into(pair[0], torch.sub, values, shift)
     if second is None:
         into(pair[1], torch.mul, first, first)
@@ -94,17 +93,13 @@ def _mix_backward(
     grad_rows = kernel_gradient(_matrices(grad_mixed_rows, ROWS), _matrices(pair, ROWS), rows)
     grad_pair = _laid_out(pair, ROWS, grad if overwrite else None)
     _multiply(rows.mT, grad_mixed_rows, ROWS, grad_pair)
-    of_rows, of_columns = (
-        [(grad_kernel * slope).sum((1, 2)) for slope in _slopes(kernel)]
-        for grad_kernel, kernel in ((grad_rows, rows), (grad_columns, columns))
-    )
+    of_rows, of_columns = ((_slopes(k) * g).sum((2, 3)) for k, g in ((rows, grad_rows), (columns, grad_columns)))
     return _grad_position(of_rows, of_columns), grad_pair
 
 
 def _multiply(kernel: Tensor, pair: Tensor, axis: int, result: Tensor) -> Tensor:
     """The kernel of an axis times a pair that is laid out for it, in a result of any layout."""
-    matrices = _matrices(pair, axis)
-    multiply(kernel, matrices, result.permute(_to_matrices(axis)).view(*matrices.shape[:2], pair.shape[5 - axis], -1))
+    multiply(kernel, _matrices(pair, axis), result.permute(_to_matrices(axis)))
     return result
 
 
@@ -133,34 +128,29 @@ def _(rows: Tensor, columns: Tensor, pair: Tensor, mixed_rows: Tensor, grad: Ten
 
 def _stacked(first: Tensor, second: Tensor, axis: int) -> Tensor:
     """Two maps as a pair whose memory is laid out for products along ``axis``."""
-    matrices = torch.stack([t.permute(3, axis - 1, 4 - axis, 0, 4) for t in (first, second)], 3)
-    return _as_pair(matrices, (2, *first.shape), axis)
+    matrices = torch.stack([t.permute(0, 3, axis - 1, 4 - axis, 4) for t in (first, second)], 3)
+    return _as_pair(matrices, axis)
 
 
 def _laid_out(pair: Tensor, axis: int, memory: Tensor | None = None) -> Tensor:
-    """An empty pair for products along ``axis``, in new memory or in that of another pair."""
-    _, batch, h, w, heads, c = pair.shape
-    size, other = (h, w) if axis == COLUMNS else (w, h)
-    matrices = heads, size, other * 2 * batch * c
-    if memory is None:
-        return _as_pair(pair.new_empty(matrices), pair.shape, axis)
-    return _as_pair(memory.as_strided(matrices, (size * matrices[2], matrices[2], 1)), pair.shape, axis)
+    """An empty pair for products along ``axis``, in new memory or in that of a pair for products along columns."""
+    shape = tuple(pair.shape[i] for i in _to_matrices(axis))
+    return _as_pair(pair.new_empty(shape) if memory is None else _matrices(memory, COLUMNS).view(shape), axis)
 
 
 def _matrices(pair: Tensor, axis: int) -> Tensor:
-    """A pair as the matrices ``K x n x m`` that kernels along ``axis`` multiply; in its memory if laid out so."""
-    return pair.permute(_to_matrices(axis)).reshape(pair.shape[4], pair.shape[axis], -1)
+    """A pair as the matrices ``B x K x n x m`` that kernels along ``axis`` multiply; in its memory if laid out so."""
+    return pair.permute(_to_matrices(axis)).flatten(3)
 
 
 def _to_matrices(axis: int) -> tuple[int, ...]:
-    return 4, axis, 5 - axis, 0, 1, 5
+    # Images first, as in tokens: each processor then works on images of its own, which stay in its cache.
+    return 1, 4, axis, 0, 5 - axis, 5
 
 
-def _as_pair(matrices: Tensor, shape: tuple[int, ...], axis: int) -> Tensor:
-    """The inverse of ``_matrices``, in the same memory."""
-    two, batch, _, _, heads, c = shape
-    order = (3, 4, 1, 2, 0, 5) if axis == COLUMNS else (3, 4, 2, 1, 0, 5)
-    return matrices.view(heads, shape[axis], shape[5 - axis], two, batch, c).permute(order)
+def _as_pair(matrices: Tensor, axis: int) -> Tensor:
+    """The inverse of ``permute(_to_matrices(axis))``."""
+    return matrices.permute((3, 0, 2, 4, 1, 5) if axis == COLUMNS else (3, 0, 4, 2, 1, 5))
 
 
 def _mix_backward_by_sums(rows, columns, pair, mixed_rows, grad):

@@ -38,34 +38,34 @@ def difference(a, b):
 def test_products_equal_torch(library, positions, n, m):
     torch.manual_seed(0)
     kernel = axis_kernel(torch.tensor(POSITIONS[positions]), n, 1)
-    matrices, grad = torch.randn(2, n, m), torch.randn(2, n, m)
+    matrices, grad = torch.randn(3, 2, n, m), torch.randn(3, 2, n, m)
     for k in (kernel, kernel.mT):
-        for b in (matrices, matrices.mT.contiguous().mT, torch.cat([matrices, matrices], 2)[..., m:]):
-            assert difference(multiply(k, b, torch.full((2, n, m), torch.nan)), k.double() @ b.double()) < 1e-5
+        for b in (matrices, matrices.mT.contiguous().mT, torch.cat([matrices, matrices], -1)[..., m:]):
+            assert difference(multiply(k, b, torch.full((3, 2, n, m), torch.nan)), k.double() @ b.double()) < 1e-5
             gradient = kernel_gradient(grad, b, k)
-            assert difference(gradient * (k != 0), (grad.double() @ b.double().mT) * (k != 0)) < 2e-5
+            assert difference(gradient * (k != 0), (grad.double() @ b.double().mT).sum(0) * (k != 0)) < 4e-5
 
 
 @pytest.mark.parametrize('library', LIBRARIES, indirect=True)
 @pytest.mark.parametrize('n', [6, 200])
 def test_products_go_where_they_are_wanted(library, n):
-    kernel, matrices = axis_kernel(torch.tensor(POSITIONS['local']), n, 1), torch.randn(2, n, 12)
+    kernel, matrices = axis_kernel(torch.tensor(POSITIONS['local']), n, 1), torch.randn(3, 2, n, 12)
     expected = kernel.double() @ matrices.double()
-    transposed = torch.full((2, 3, n, 4), torch.nan).transpose(1, 2)
+    transposed = torch.full((3, 2, 3, n, 4), torch.nan).transpose(2, 3)
     assert multiply(kernel, matrices, transposed) is transposed
-    assert difference(transposed, expected.view(2, n, 3, 4)) < 1e-5
-    inside = torch.full((2, n + 1, 12), torch.nan)
-    multiply(kernel, matrices, inside[:, :n])
-    assert difference(inside[:, :n], expected) < 1e-5
-    assert inside[:, n].isnan().all()
+    assert difference(transposed, expected.view(3, 2, n, 3, 4)) < 1e-5
+    inside = torch.full((3, 2, n + 1, 12), torch.nan)
+    multiply(kernel, matrices, inside[:, :, :n])
+    assert difference(inside[:, :, :n], expected) < 1e-5
+    assert inside[:, :, n].isnan().all()
 
 
 @pytest.mark.parametrize('n', [60, 200])
 def test_float64_stays_float64(n):
     kernel = axis_kernel(torch.tensor(POSITIONS['local'], dtype=torch.float64), n, 1)
-    matrices, grad = torch.randn(2, 2, n, 9, dtype=torch.float64)
+    matrices, grad = torch.randn(2, 3, 2, n, 9, dtype=torch.float64)
     assert difference(multiply(kernel, matrices, torch.empty_like(matrices)), kernel @ matrices) < 1e-14
-    assert difference(kernel_gradient(grad, matrices, kernel) * kernel, (grad @ matrices.mT) * kernel) < 1e-13
+    assert difference(kernel_gradient(grad, matrices, kernel) * kernel, (grad @ matrices.mT).sum(0) * kernel) < 1e-13
 
 
 def test_zeros_of_a_kernel_are_not_multiplied():
@@ -77,14 +77,14 @@ def test_zeros_of_a_kernel_are_not_multiplied():
 
 
 def test_a_kernel_with_nan_gives_nan():
-    kernel, matrices = torch.eye(200).repeat(2, 1, 1), torch.ones(2, 200, 5)
+    kernel, matrices = torch.eye(200).repeat(2, 1, 1), torch.ones(1, 2, 200, 5)
     kernel[1, 3, 190] = torch.nan
-    product = multiply(kernel, matrices, torch.empty(2, 200, 5))
-    assert product[1, 3].isnan().all() and product[0].eq(1).all()
+    product = multiply(kernel, matrices, torch.empty(1, 2, 200, 5))
+    assert product[0, 1, 3].isnan().all() and product[0, 0].eq(1).all()
 
 
 def test_fake_tensors_have_no_values_to_look_at():
     with FakeTensorMode():
-        kernel, matrices = torch.empty(2, 200, 200), torch.empty(2, 200, 5)
-        assert multiply(kernel, matrices, torch.empty(2, 200, 5)).shape == (2, 200, 5)
+        kernel, matrices = torch.empty(2, 200, 200), torch.empty(3, 2, 200, 5)
+        assert multiply(kernel, matrices, torch.empty(3, 2, 200, 5)).shape == (3, 2, 200, 5)
         assert kernel_gradient(matrices, matrices, kernel).shape == (2, 200, 200)
