@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from mmdtn.norms import DTN
-from mmdtn.norms.separable import axis_kernel
+from mmdtn.norms.kernels import axis_kernel
 
 
 @torch.no_grad()

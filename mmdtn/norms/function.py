@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from .cells import cell_sum
+from .kernels import axis_kernel
 from .memory import into
-from .separable import Pair, axis_kernel, make_pair, mix, mix_backward
+from .separable import Pair, make_pair, mix, mix_backward
 
 
 class Settings(NamedTuple):

@@ -6,35 +6,16 @@ heads. Functions without state.
 """
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from .memory import computed_once, into
+from . import sums
+from .kernels import position_gradient, slopes
+from .memory import into
 from .products import kernel_gradient, multiply
-
-
-def axis_kernel(position: Tensor, size: int, axis: int) -> Tensor:
-    """``K x size x size``: softmax_j(a_1 d^2 + a_axis d) for d = j - i, where ``axis`` is 1 (horizontal) or 2."""
-    shift = _shifts(size, position.device)
-    score = position[:, 0, None, None] * (shift * shift) + position[:, axis, None, None] * shift
-    return computed_once(F.threshold(score.softmax(-1), 1e-30, 0.0))  # denormal factors cost CPUs a hundred times more
-
-
-def _slopes(kernel: Tensor) -> Tensor:
-    """``2 x K x n x n``: its derivatives by a_1 and a_axis, P (f - sum_j P f) for f = d^2 and f = d."""
-    shift = _shifts(kernel.shape[-1], kernel.device)
-    f = torch.stack((shift * shift, shift))[:, None]
-    return computed_once(kernel * (f - (kernel * f).sum(-1, keepdim=True)))
-
-
-def _shifts(size: int, device: torch.device) -> Tensor:
-    index = torch.arange(size, device=device)  # integers: Inductor fails on differences of a floating arange
-    return index[None] - index[:, None]
-
 
 # Two maps of B x h x w x K x c that P is applied to together. For matrix products they are one tensor,
 # 2 x B x h x w x K x c, whose memory eager code lays out for them. Compiled code has them apart where grids are small,
-# and applies P by a broadcast multiply and a sum, which Inductor fuses with the statistics around it.
+# and applies P by sums.
 Pair = Tensor | tuple[Tensor, Tensor]
 COLUMNS, ROWS = 2, 3  # the dimension of a pair that a product along them sums over
 
@@ -42,8 +23,8 @@ COLUMNS, ROWS = 2, 3  # the dimension of a pair that a product along them sums o
 def make_pair(values: Tensor, shift: Tensor, second: Tensor | None, by_products: bool) -> Pair:
     """``(v, second)`` for ``v = values - shift``; without a second ``(v, v^2)``."""
     if not by_products:
-        first = computed_once(values - shift)
-        return first, first * first if second is None else second
+        first = sums.as_blocks(values - shift)
+        return first, first * first if second is None else sums.as_blocks(second)
     if torch.compiler.is_compiling():
         first = values - shift
         return _stacked(first, first * first if second is None else second, ROWS)
@@ -66,17 +47,17 @@ def mix(rows: Tensor, columns: Tensor, pair: Pair) -> tuple[Pair, Pair]:
             return _mix(rows, columns, pair)
         mixed, mixed_rows = _mix_op(rows, columns, pair)
         return (mixed[0].clone(), mixed[1].clone()), mixed_rows  # what is done to one in place leaves the other alone
-    first, second = _along_rows(rows, pair[0]), _along_rows(rows, pair[1])
-    return (_along_columns(columns, first), _along_columns(columns, second)), (first, second)
+    return sums.mix(rows, columns, pair)
 
 
 def mix_backward(rows: Tensor, columns: Tensor, pair: Pair, mixed_rows: Pair, grad: Pair) -> tuple[Tensor, Pair]:
     """Gradients of the ``K x 3`` position and of the pair from that of the mixed pair. Overwrites the last two."""
-    if not (isinstance(pair, Tensor) and isinstance(mixed_rows, Tensor)):
-        return _mix_backward_by_sums(rows, columns, pair, mixed_rows, grad)
-    if not isinstance(grad, Tensor):
+    if isinstance(pair, Tensor) and isinstance(mixed_rows, Tensor):
+        if isinstance(grad, Tensor):
+            return _mix_backward(rows, columns, pair, mixed_rows, grad, overwrite=True)
         return _mix_backward_op(rows, columns, pair, mixed_rows, _stacked(grad[0], grad[1], COLUMNS))
-    return _mix_backward(rows, columns, pair, mixed_rows, grad, overwrite=True)
+    assert isinstance(pair, tuple) and isinstance(mixed_rows, tuple) and isinstance(grad, tuple)
+    return sums.mix_backward(rows, columns, pair, mixed_rows, grad)
 
 
 def _mix(rows: Tensor, columns: Tensor, pair: Tensor) -> tuple[Tensor, Tensor]:
@@ -93,8 +74,8 @@ def _mix_backward(
     grad_rows = kernel_gradient(_matrices(grad_mixed_rows, ROWS), _matrices(pair, ROWS), rows)
     grad_pair = _laid_out(pair, ROWS, grad if overwrite else None)
     _multiply(rows.mT, grad_mixed_rows, ROWS, grad_pair)
-    of_rows, of_columns = ((_slopes(k) * g).sum((2, 3)) for k, g in ((rows, grad_rows), (columns, grad_columns)))
-    return _grad_position(of_rows, of_columns), grad_pair
+    of_rows, of_columns = ((slopes(k) * g).sum((2, 3)) for k, g in ((rows, grad_rows), (columns, grad_columns)))
+    return position_gradient(of_rows, of_columns), grad_pair
 
 
 def _multiply(kernel: Tensor, pair: Tensor, axis: int, result: Tensor) -> Tensor:
@@ -151,34 +132,3 @@ def _to_matrices(axis: int) -> tuple[int, ...]:
 def _as_pair(matrices: Tensor, axis: int) -> Tensor:
     """The inverse of ``permute(_to_matrices(axis))``."""
     return matrices.permute((3, 0, 2, 4, 1, 5) if axis == COLUMNS else (3, 0, 4, 2, 1, 5))
-
-
-def _mix_backward_by_sums(rows, columns, pair, mixed_rows, grad):
-    grad = [_columns_first(g) for g in grad]
-    of_columns = _grad_slopes(columns, *([t.transpose(1, 2) for t in maps] for maps in (grad, mixed_rows)))
-    grad = [_along_columns(columns.mT, g) for g in grad]
-    of_rows = _grad_slopes(rows, grad, pair)
-    return _grad_position(of_rows, of_columns), tuple(_along_rows(rows.mT, g) for g in grad)
-
-
-def _grad_slopes(kernel, grad, maps):
-    """For each slope one value per head. As one sum over two dimensions it leaves nothing large in memory."""
-    outer = sum(g[:, :, :, None] * t[:, :, None] for g, t in zip(grad, maps, strict=True))
-    return [(outer * slope.permute(1, 2, 0)[..., None]).sum((2, 3)).sum((0, 1, 3)) for slope in _slopes(kernel)]
-
-
-def _grad_position(of_rows, of_columns):
-    return torch.stack((of_rows[0] + of_columns[0], of_rows[1], of_columns[1]), 1)
-
-
-def _along_rows(kernel: Tensor, maps: Tensor) -> Tensor:
-    return (maps[:, :, None] * kernel.permute(1, 2, 0)[..., None]).sum(3)
-
-
-def _along_columns(kernel: Tensor, maps: Tensor) -> Tensor:
-    # With columns first in memory, a column stays in the cache until all its sums are done.
-    return _along_rows(kernel, maps.transpose(1, 2)).transpose(1, 2)
-
-
-def _columns_first(maps: Tensor) -> Tensor:
-    return computed_once(maps.transpose(1, 2).contiguous()).transpose(1, 2)

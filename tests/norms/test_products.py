@@ -5,8 +5,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mmdtn.norms import products as module
+from mmdtn.norms.kernels import axis_kernel
 from mmdtn.norms.products import kernel_gradient, multiply
-from mmdtn.norms.separable import axis_kernel
 
 ONEDNN = pytest.mark.skipif(not module._has_avx512_linear(), reason='oneDNN is asked on CPUs with AVX-512 only')
 LIBRARIES = ['torch', pytest.param('oneDNN', marks=ONEDNN)]
