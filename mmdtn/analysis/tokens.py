@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from mmdtn.norms import DTN
-from mmdtn.norms.cells import cell_sum, split
+from mmdtn.norms.cells import mean_of_cells, split
 
 from .neighbourhood import kernels, lambdas
 
@@ -48,8 +48,7 @@ def _neighbourhood_mean(norm: DTN, tokens: Tensor) -> Tensor:
     """``P x`` of ``B x H x W x K x c``, by cells if the layer pools."""
     height, width, side = *tokens.shape[1:3], norm.pool_size
     cells, present = split(tokens.flatten(-2), side)
-    size = float(side**2) if present is None else cell_sum(present)
-    pooled = (cell_sum(cells) / size).squeeze(4).squeeze(2).unflatten(-1, tokens.shape[-2:])
+    pooled = mean_of_cells(cells.unflatten(-1, tokens.shape[-2:]), present)
     rows, columns = (kernel.to(tokens) for kernel in kernels(norm, height, width))
     mixed = torch.einsum('kyv,kxu,bvukc->byxkc', columns, rows, pooled)
     return mixed.repeat_interleave(side, 1).repeat_interleave(side, 2)[:, :height, :width]

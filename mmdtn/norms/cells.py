@@ -19,7 +19,7 @@ def split(tokens: Tensor, side: int) -> tuple[Tensor, Tensor | None]:
     if height % side == 0 and width % side == 0:
         return tokens.view(batch, h, side, w, side, channels), None
     padding = (0, 0, 0, w * side - width, 0, h * side - height)
-    present = F.pad(tokens.new_ones(1, height, width, 1), padding).view(1, h, side, w, side, 1)
+    present = F.pad(tokens.new_ones(batch, height, width, 1), padding).view(batch, h, side, w, side, 1, 1)
     return F.pad(tokens, padding).view(batch, h, side, w, side, channels), present
 
 
@@ -29,13 +29,29 @@ def merge(cells: Tensor, height: int, width: int) -> Tensor:
     return cells.view(batch, h * side, w * side, channels)[:, :height, :width]
 
 
-def cell_sum(tokens: Tensor) -> Tensor:
-    """``B x h x s x w x s x C``, summed over each cell: ``B x h x 1 x w x 1 x C``."""
-    batch, h, side, w, _, channels = tokens.shape
+def sum_of_cells(tokens: Tensor, divisor: int | None = 1) -> Tensor:
+    """``... x s x w x s x K x c`` to ``... x w x K x c``, over a divisor, None of which is the number of tokens."""
+    *rows, side, w, _, K, c = tokens.shape
     if side == 1:
-        return tokens
+        return tokens.squeeze(-3).squeeze(-4)
     if torch.compiler.is_compiling():
-        return tokens.sum((2, 4), keepdim=True)
+        return tokens.sum((-5, -3)) / (divisor or side**2)
     # Pooling reads channels-last memory once; in eager a sum over two separate dimensions is many times slower.
-    image = tokens.view(batch, h * side, w * side, channels).permute(0, 3, 1, 2)
-    return F.avg_pool2d(image, side, divisor_override=1).permute(0, 2, 3, 1).view(batch, h, 1, w, 1, channels)
+    image = tokens.view(-1, side, w * side, K * c).permute(0, 3, 1, 2)
+    return F.avg_pool2d(image, side, divisor_override=divisor).permute(0, 2, 3, 1).view(*rows, w, K, c)
+
+
+def mean_of_cells(tokens: Tensor, present: Tensor | None) -> Tensor:
+    """The same, over the number of tokens that are really there; those filled in are zero."""
+    return sum_of_cells(tokens, None) if present is None else sum_of_cells(tokens) / sum_of_cells(present)
+
+
+def on_tokens(cells: Tensor) -> Tensor:
+    """``... x w x K x c`` so that they broadcast to the tokens of the cells."""
+    return cells[..., None, :, None, :, :]
+
+
+def memory_of_cells(x: Tensor, memory: Tensor) -> Tensor:
+    """For values of the cells of ``x``, ``B x h x s x w x s x K x c``: the given memory where a cell is one token."""
+    B, h, side, w, _, K, c = x.shape
+    return memory.squeeze(4).squeeze(2) if side == 1 else memory.new_empty(B, h, w, K, c)

@@ -11,7 +11,8 @@ from timm.layers import trunc_normal_
 from torch import Tensor, nn
 
 from .autograd import dtn
-from .function import Settings, statistics_dtype
+from .function import Settings
+from .parts import statistics_dtype
 
 POSITIONS = ('learned', 'uniform', 'identity')
 POSITION_INITS = ('local', 'trunc_normal')
@@ -215,6 +216,8 @@ def _check_input(x: Tensor, hw_shape: tuple[int, int] | None, channels: int) -> 
     if x.shape[-1] != channels:
         hint = f' For B x {channels} x H x W, use DTN2d.' if x.dim() == 4 and x.shape[1] == channels else ''
         raise ValueError(f'This DTN normalises {channels} channels in the last dimension, but got {_shape(x)}.{hint}')
+    if 0 in x.shape[1:]:
+        raise ValueError(f'DTN takes statistics of a grid, but there are no tokens in {_shape(x)}.')
     if x.dim() == 4:
         if hw_shape is not None and tuple(hw_shape) != tuple(x.shape[1:3]):
             raise ValueError(f'hw_shape={tuple(hw_shape)} contradicts the grid of {_shape(x)}; leave it out.')

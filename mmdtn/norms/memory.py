@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 
 
-def into(memory: Tensor, operation: Callable, *operands: Tensor) -> Tensor:
+def into(memory: Tensor, operation: Callable, *operands: Tensor, **options: float) -> Tensor:
     """The result of an operation, in memory that is at hand: most of the time of eager code goes into fresh memory."""
     if torch.compiler.is_compiling() or torch.jit.is_tracing():  # graphs know no out=, nor does autograd in a trace
-        return memory.copy_(operation(*operands))
-    return operation(*operands, out=memory)
+        return memory.copy_(operation(*operands, **options))
+    return operation(*operands, **options, out=memory)
 
 
 def computed_once(t: Tensor) -> Tensor:

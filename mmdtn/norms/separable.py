@@ -24,16 +24,15 @@ def make_pair(values: Tensor, shift: Tensor, second: Tensor | None, by_products:
     """``(v, second)`` for ``v = values - shift``; without a second ``(v, v^2)``."""
     if not by_products:
         first = sums.as_blocks(values - shift)
-        return first, first * first if second is None else sums.as_blocks(second)
+        return first, first * first if second is None else sums.as_blocks(second) + first * first
     if torch.compiler.is_compiling():
         first = values - shift
-        return _stacked(first, first * first if second is None else second, ROWS)
+        return _stacked(first, first * first if second is None else first * first + second, ROWS)
     pair = _laid_out(values.expand(2, *values.shape), ROWS)
     first = into(pair[0], torch.sub, values, shift)
-    if second is None:
-        into(pair[1], torch.mul, first, first)
-    else:
-        pair[1].copy_(second)
+    squares = into(pair[1], torch.mul, first, first)
+    if second is not None:
+        squares.add_(second)
     return pair
 
 

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from mmdtn.norms import DTN, DTN2d
+from mmdtn.norms import DTN, DTN2d, parts
 
 from .reference import dense_p, reference_dtn
 
@@ -145,6 +145,26 @@ def test_gradients_of_a_matrix_sized_grid_agree_with_autograd_through_the_equati
     expected = torch.autograd.grad(reference_dtn(x, layer), tensors, upstream)
     for got, want in zip(torch.autograd.grad(layer(x), tensors, upstream), expected, strict=True):
         torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize(
+    'bytes_of_a_part', [1, 3000, 6000]
+)  # one row, some with fewer last, more than those of an image
+@pytest.mark.parametrize('options', [{}, {'prenorm': False}, {'pool_second_moment': False, 'unbiased': True}])
+@pytest.mark.parametrize('dtype', [torch.float64, torch.bfloat16])
+def test_tokens_in_parts_give_what_they_give_as_a_whole(dtype, options, bytes_of_a_part, monkeypatch):
+    layer = randomised(DTN(8, 4, 2, **options)).to(dtype)
+    x = torch.randn(3, 9, 7, 8, dtype=dtype, requires_grad=True)
+    upstream = torch.randn_like(x)
+    tensors = [x, *layer.parameters()]
+    whole = layer(x)
+    expected = torch.autograd.grad(whole, tensors, upstream)
+    monkeypatch.setattr(parts, 'BYTES', bytes_of_a_part // torch.get_num_threads())
+    y = layer(x)
+    tolerance = dict(rtol=1e-12, atol=1e-12) if dtype == torch.float64 else dict(rtol=0.01, atol=0.01)
+    torch.testing.assert_close(y, whole, **tolerance)
+    for got, want in zip(torch.autograd.grad(y, tensors, upstream), expected, strict=True):
+        torch.testing.assert_close(got, want, **tolerance)
 
 
 STARTS = {

@@ -146,14 +146,15 @@ def test_whole_layer_compiles_to_one_graph_with_a_bounded_number_of_variants(poo
 def test_inductor_gives_the_same_numbers(pool_size, how, large_side, monkeypatch):
     monkeypatch.setattr(autograd, 'LARGE_SIDE', large_side)
     torch._dynamo.reset()
-    layer = randomised(DTN(12, 3, pool_size))
+    # Of some inputs float32 leaves gradients three digits, compiled or not; in float64 a difference is a mistake.
+    layer = randomised(DTN(12, 3, pool_size)).double()
     if how == 'region':
-        compiled = randomised(DTN(12, 3, pool_size, compiled=True))
+        compiled = randomised(DTN(12, 3, pool_size, compiled=True)).double()
         grids = [(6, 8), (8, 10), (31, 6), (1, 9), (5, 8), (12, 1)]
     else:
         compiled, grids = torch.compile(layer, fullgraph=True), [(6, 8)]
     for h, w in grids:
-        x = torch.randn(2, h, w, 12)
+        x = torch.randn(2, h, w, 12, dtype=torch.float64)
         upstream = torch.randn_like(x)
         results = []
         for module in (layer, compiled):
@@ -163,7 +164,7 @@ def test_inductor_gives_the_same_numbers(pool_size, how, large_side, monkeypatch
             y.backward(upstream)
             results.append([y, inputs.grad, *(p.grad.clone() for p in module.parameters())])
         for got, want in zip(*results, strict=True):
-            torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.slow
@@ -258,6 +259,7 @@ def test_arguments_that_make_no_layer(options, words):
         ((2, 8, 4, 4), None, 'DTN2d'),
         ((4, 8), None, '4 x 8'),
         ((2, 4, 4, 8), (2, 8), 'contradicts'),
+        ((2, 0, 4, 8), None, 'no tokens.*2 x 0 x 4 x 8'),
     ],
 )
 def test_input_that_fits_no_grid(shape, hw_shape, words):

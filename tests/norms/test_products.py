@@ -21,10 +21,10 @@ POSITIONS = {
 @pytest.fixture
 def library(request, monkeypatch):
     monkeypatch.setattr(module, 'SMALL', 1)
-    if request.param == 'torch':
-        monkeypatch.setattr(module, '_has_avx512_linear', lambda: False)
-    else:
+    monkeypatch.setattr(module, '_of_intel', lambda: request.param == 'torch')
+    if request.param == 'oneDNN':
         monkeypatch.setattr(torch, 'bmm', None)  # not called
+        monkeypatch.setattr(torch, 'matmul', None)
     return request.param
 
 

@@ -1,0 +1,173 @@
+"""What DTN does to tokens, ``... x s x w x s x K x c``: passes over all of them or over a part, into given memory.
+
+Letters as in ``function``. Values of tokens are ``... x s x w x s x 1 x 1``, those of cells ``... x w x K x c``; where
+each cell is one token, values of cells lie in the memory that is given for tokens. Factors of channels are ``K x c``.
+"""
+
+import torch
+from torch import Tensor
+
+from .cells import mean_of_cells, on_tokens, sum_of_cells
+from .memory import into
+
+
+def find_statistics(
+    x: Tensor,
+    present: Tensor | None,
+    scale: Tensor | None,
+    mean: Tensor,
+    var: Tensor,
+    cell_mean: Tensor,
+    cell_var: Tensor | None,
+    z: Tensor,
+    squares: Tensor,
+    *,
+    eps: Tensor,
+    average: Tensor,
+    average_of_squares: Tensor,
+) -> None:
+    """Fills in what follows ``present``."""
+    x = x.to(z.dtype)
+    if scale is not None:
+        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        into(scale, torch.addcmul, eps, norm, norm, value=1 / x.shape[-1]).rsqrt_()
+    prenormalise(x, scale, z)
+    _over_channels(z, average, mean)
+    _over_channels(_squared_difference(z, mean, squares), average_of_squares, var)
+    if x.shape[-3] > 1:
+        cell_mean.copy_(mean_of_cells(z, present))
+    if cell_var is not None:
+        _squared_difference(z, on_tokens(cell_mean), squares)
+        cell_var.copy_(mean_of_cells(squares if present is None else squares.mul_(present), present))
+
+
+def normalise(
+    x: Tensor,
+    scale: Tensor | None,
+    mean: Tensor,
+    var: Tensor,
+    mu: Tensor,
+    variance: Tensor,
+    y: Tensor,
+    spare: Tensor,
+    spare_too: Tensor,
+    *,
+    l: Tensor,
+    k: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+) -> None:
+    """Fills in ``y``."""
+    spare = y if y.dtype == spare.dtype else spare
+    z, variance = _centre(x, scale, mean, var, mu, variance, spare, spare_too, l, k)
+    into(y, torch.addcmul, bias, z.mul_(variance.rsqrt_()), weight)
+
+
+def to_statistics(
+    x: Tensor,
+    grad: Tensor,
+    scale: Tensor | None,
+    mean: Tensor,
+    var: Tensor,
+    mu: Tensor,
+    variance: Tensor,
+    d: Tensor,
+    d_cells: Tensor,
+    e_cells: Tensor,
+    of_mean: Tensor,
+    of_var: Tensor,
+    spare: Tensor,
+    *,
+    l: Tensor,
+    k: Tensor,
+    wl: Tensor,
+    wk: Tensor,
+) -> Tensor:
+    """From the gradient of the output to what follows ``variance``; ``wl`` and ``wk`` are flat.
+
+    y = weight * z / sqrt(variance) + bias: weight * d is the gradient of z, -weight / 2 * e that of the variance.
+    Returns sums over tokens, ``3 x C``, of the gradient, of ``d`` times ``mean`` and of ``e`` times ``var``.
+    """
+    grad = grad.to(mean.dtype)
+    z, variance = _centre(x, scale, mean, var, mu, variance, spare, d, l, k)
+    e = z.div_(variance)
+    d = variance.rsqrt_().mul_(grad)
+    e.mul_(d)
+    if x.shape[-3] > 1:
+        d_cells.copy_(sum_of_cells(d))
+        e_cells.copy_(sum_of_cells(e))
+    _over_channels(d, wl, of_mean)
+    _over_channels(e, wk, of_var)
+    return torch.stack((_sum(grad), _sum(d, mean), _sum(e, var)))
+
+
+def to_tokens(
+    x: Tensor,
+    d: Tensor,
+    scale: Tensor | None,
+    of_first: Tensor,
+    of_second: Tensor | None,
+    of_token: Tensor,
+    of_var: Tensor,
+    spare: Tensor,
+    *,
+    weight: Tensor,
+    eps: float,
+) -> None:
+    """Turns ``d`` into the gradient of ``x``."""
+    x = x.to(d.dtype)
+    gradient = into(d, torch.addcmul, on_tokens(of_first), d, weight)
+    if of_second is not None:
+        gradient.addcmul_(prenormalise(x, scale, spare), on_tokens(of_second))
+    gradient.add_(of_token)
+    if scale is None:
+        gradient.addcmul_(x, of_var)
+    else:
+        # What changes z along itself, prenorm undoes but for the share of eps.
+        along = into(spare, torch.mul, gradient, x).sum(-1, keepdim=True)
+        of_x = (of_var * eps * scale).sub_(along, alpha=1 / x.shape[-1]).mul_(scale).mul_(scale).mul_(scale)
+        gradient.mul_(scale).addcmul_(x, of_x)
+
+
+def prenormalise(x: Tensor, scale: Tensor | None, memory: Tensor) -> Tensor:
+    """A copy of ``x``, divided by the RMS of each slice where ``scale`` is given."""
+    return memory.copy_(x) if scale is None else into(memory, torch.mul, x, scale)
+
+
+def _centre(
+    x: Tensor,
+    scale: Tensor | None,
+    mean: Tensor,
+    var: Tensor,
+    mu: Tensor,
+    variance: Tensor,
+    spare: Tensor,
+    spare_too: Tensor,
+    l: Tensor,
+    k: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """``z - mu`` and the variance, in spare memory, from the neighbourhood's shares in ``-mu`` and in the variance."""
+    mu = into(spare, torch.addcmul, on_tokens(mu), mean, l, value=-1)
+    z = mu.add_(x) if scale is None else into(spare, torch.addcmul, mu, x, scale)
+    return z, into(spare_too, torch.addcmul, on_tokens(variance), var, k)
+
+
+def _over_channels(tokens: Tensor, weights: Tensor, result: Tensor) -> None:
+    """Fills in the sum of the channels of each token with these weights, ``C``."""
+    into(result.view(-1), torch.mv, tokens.view(-1, len(weights)), weights)
+
+
+def _squared_difference(tokens: Tensor, other: Tensor, memory: Tensor) -> Tensor:
+    if torch.compiler.is_compiling() or torch.jit.is_tracing():
+        return memory.copy_((tokens - other).square())
+    return torch.ops.aten.mse_loss.out(tokens, other, 0, out=memory)  # in one pass
+
+
+def _sum(tokens: Tensor, factor: Tensor | None = None) -> Tensor:
+    """To one value per channel, ``C``, with a factor for each token."""
+    if torch.compiler.is_compiling():
+        # Row by row: Inductor goes through all it sums once for each few channels, and a row stays in the cache.
+        tokens = tokens if factor is None else tokens * factor
+        return sum_of_cells(tokens).sum(2).sum((0, 1)).flatten()
+    tokens = tokens.view(-1, tokens.shape[-2] * tokens.shape[-1])
+    return tokens.sum(0) if factor is None else tokens.mT @ factor.view(-1)
