@@ -1,12 +1,14 @@
 """What DTN computes: against dense equations, identities, gradients, and other people's LayerNorm and InstanceNorm."""
 
+from unittest import mock
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from mmdtn.norms import DTN, DTN2d, parts
+from mmdtn.norms import DTN, DTN2d, parts, tokens
 
 from .reference import dense_p, reference_dtn
 
@@ -160,7 +162,10 @@ def test_tokens_in_parts_give_what_they_give_as_a_whole(dtype, options, bytes_of
     whole = layer(x)
     expected = torch.autograd.grad(whole, tensors, upstream)
     monkeypatch.setattr(parts, 'BYTES', bytes_of_a_part // torch.get_num_threads())
+    normalise = mock.Mock(side_effect=tokens.normalise)
+    monkeypatch.setattr(tokens, 'normalise', normalise)
     y = layer(x)
+    assert normalise.call_count > 1
     tolerance = dict(rtol=1e-12, atol=1e-12) if dtype == torch.float64 else dict(rtol=0.01, atol=0.01)
     torch.testing.assert_close(y, whole, **tolerance)
     for got, want in zip(torch.autograd.grad(y, tensors, upstream), expected, strict=True):

@@ -22,7 +22,9 @@ POSITIONS = {
 def library(request, monkeypatch):
     monkeypatch.setattr(module, 'SMALL', 1)
     monkeypatch.setattr(module, '_of_intel', lambda: request.param == 'torch')
-    if request.param == 'oneDNN':
+    if request.param == 'torch':
+        monkeypatch.setattr(torch.ops.mkldnn, '_linear_pointwise', None)  # not called
+    else:
         monkeypatch.setattr(torch, 'bmm', None)  # not called
         monkeypatch.setattr(torch, 'matmul', None)
     return request.param
