@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from . import function
+from . import function, graph
 from .cells import merge, split
 from .function import Saved, Settings
+from .inductor import OPTIONS
 
 
 def dtn(
@@ -32,7 +33,7 @@ def dtn(
         dtype = torch.float32  # autocast runs LayerNorm in float32 on GPUs, but in the input's dtype on CPUs
     if torch.jit.is_tracing():  # a traced graph cannot hold a Function; what it is for, inference, does not need it
         cells, present = split(x.contiguous(), settings.pool_size)
-        y, _ = function.forward(cells, present, weight, bias, mean_lambda, var_lambda, position, dtype, settings)
+        y, _ = graph.forward(cells, present, weight, bias, mean_lambda, var_lambda, position, dtype, settings)
         return merge(y, x.shape[1], x.shape[2])
     return _DTN.apply(x, weight, bias, mean_lambda, var_lambda, position, settings, dtype, compiled)
 
@@ -40,7 +41,7 @@ def dtn(
 class _DTN(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias, mean_lambda, var_lambda, position, settings, dtype, compiled):
-        run = _runner(function.forward, settings, compiled, x)
+        run = _runner('forward', settings, compiled, x)
         _, height, width, _ = x.shape
         with _no_autocast(x.device.type):
             # Cells are made outside the compiled region, which then has plain sizes to reason about.
@@ -54,7 +55,7 @@ class _DTN(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad):
         x, weight, mean_lambda, var_lambda, *saved = ctx.saved_tensors
-        run = _runner(function.backward, ctx.settings, ctx.compiled, x)
+        run = _runner('backward', ctx.settings, ctx.compiled, x)
         _, height, width, _ = x.shape
         with _no_autocast(x.device.type):
             cells, present = split(x.contiguous(), ctx.settings.pool_size)
@@ -70,20 +71,21 @@ def _no_autocast(device: str) -> AbstractContextManager:
     return nullcontext()
 
 
-def _runner(run: Callable, settings: Settings, compiled: bool, x: Tensor) -> Callable:
-    """``run`` with its settings: as it is, or as a region of its own unless the model around it is compiled already."""
+def _runner(name: str, settings: Settings, compiled: bool, x: Tensor) -> Callable:
+    """A direction with its settings: in the graph of a compiled model, as a region compiled on its own, or as it is."""
     inside_a_compiled_model = torch.compiler.is_compiling()
-    if compiled or inside_a_compiled_model:
-        large = max(x.shape[1:3]) > LARGE_SIDE * settings.pool_size**2
-        # Exported programs have sums in any case: elsewhere nobody knows this package's operators.
-        settings = settings._replace(by_products=large and not torch.compiler.is_exporting())
-    if compiled and not inside_a_compiled_model:
-        return _region(run, settings, x.shape[-1])
-    return functools.partial(run, s=settings)
+    if not compiled and not inside_a_compiled_model:
+        return functools.partial(getattr(function, name), s=settings)
+    large = max(x.shape[1:3]) > LARGE_SIDE * settings.pool_size**2
+    # Not in exported programs: elsewhere nobody knows this package's operators.
+    settings = settings._replace(by_operators=large and not torch.compiler.is_exporting())
+    if inside_a_compiled_model:
+        return functools.partial(getattr(graph, name), s=settings)
+    return _region(name, settings, x.shape[-1])
 
 
-# Cells a side, for each token that a cell is wide, up to which fused sums beat matrix products in compiled code: sums
-# take time in proportion to the cells a side, all else in proportion to the tokens in a cell.
+# Cells a side, for each token that a cell is wide, up to which ``blocks`` beat ``operators`` in compiled code: their
+# sums take time in proportion to the cells a side, all else in proportion to the tokens in a cell.
 LARGE_SIDE = 42
 
 
@@ -92,15 +94,14 @@ class _Region:
 
     works = True  # of all regions: what one cannot have for want of a compiler, no other will
 
-    def __init__(self, run: Callable, settings: Settings, channels: int) -> None:
-        self.eager = functools.partial(run, s=settings._replace(by_products=True))
+    def __init__(self, name: str, settings: Settings, channels: int) -> None:
+        self.eager = functools.partial(getattr(function, name), s=settings)
         # Dynamo keeps its variants, and what it learned of changing shapes, for each code object. With one of its own,
         # a layer's grid is static until it really changes, and its channels stay static whatever other layers have.
-        code = run.__code__.replace(co_name=f'{run.__name__}_{channels}_{abs(hash(settings))}')
+        run = getattr(graph, name)
+        code = run.__code__.replace(co_name=f'{name}_{channels}_{abs(hash(settings))}')
         own = types.FunctionType(code, run.__globals__, argdefs=run.__defaults__)
-        # Inductor writes the number of threads into its code but not into the key of its cache on disk: without this
-        # option, code from a process with one thread, as tests and launchers have, keeps later ones on one core.
-        self.compiled = functools.partial(torch.compile(own, options={'cpp.dynamic_threads': True}), s=settings)
+        self.compiled = functools.partial(torch.compile(own, options=OPTIONS), s=settings)
 
     def __call__(self, *args: Any) -> Any:
         if not _Region.works:
@@ -115,5 +116,5 @@ class _Region:
 
 
 @functools.cache
-def _region(run: Callable, settings: Settings, channels: int) -> Callable:
-    return _Region(run, settings, channels)
+def _region(name: str, settings: Settings, channels: int) -> Callable:
+    return _Region(name, settings, channels)

@@ -46,6 +46,11 @@ def mean_of_cells(tokens: Tensor, present: Tensor | None) -> Tensor:
     return sum_of_cells(tokens, None) if present is None else sum_of_cells(tokens) / sum_of_cells(present)
 
 
+def over_size(cells: Tensor, present: Tensor | None, side: int) -> Tensor:
+    """Values of cells over their numbers of tokens."""
+    return cells / (side**2 if present is None else sum_of_cells(present))
+
+
 def on_tokens(cells: Tensor) -> Tensor:
     """``... x w x K x c`` so that they broadcast to the tokens of the cells."""
     return cells[..., None, :, None, :, :]

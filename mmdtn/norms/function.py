@@ -1,4 +1,4 @@
-"""DTN as a function of tensors, with a backward pass of its own.
+"""DTN as a function of tensors, with a backward pass of its own, for eager code: ``graph`` is the same for graphs.
 
 Plain autograd would keep about ten tensors of the input's size. This keeps the input, a few numbers per token and what
 was pooled, and computes the rest again; checkpointing keeps as little, but its backward runs autograd's many passes.
@@ -16,11 +16,10 @@ import torch
 from torch import Tensor
 
 from . import tokens
-from .cells import memory_of_cells, sum_of_cells
-from .kernels import axis_kernel
-from .memory import into
+from .cells import memory_of_cells, over_size
+from .kernels import both_kernels
 from .parts import in_parts, spare_memory
-from .separable import Pair, make_pair, mix, mix_backward
+from .separable import make_pair, mix, mix_backward
 
 
 class Settings(NamedTuple):
@@ -33,7 +32,7 @@ class Settings(NamedTuple):
     unbiased: bool
     pool_second_moment: bool
     identity: bool
-    by_products: bool = True  # P as matrix products, or else as sums, for compiled code on small grids
+    by_operators: bool = False  # in compiled code: P by ``operators``, not by ``blocks``
 
 
 class Saved(NamedTuple):
@@ -64,7 +63,7 @@ def forward(
 
     ``weight``, ``bias``: ``C``; lambdas: ``K``; ``position``: ``K x 3``.
     """
-    x = _by_head(x, s)
+    x = by_head(x, s)
     K, c = x.shape[-2:]
     C, pooling = K * c, s.pool_size > 1
     spare = spare_memory(x, 2)
@@ -80,9 +79,9 @@ def forward(
     for part in in_parts(spare, x, present, scale, mean, var, cell_mean, cell_var):
         tokens.find_statistics(*part, **constants)
     shift = cell_mean.mean((1, 2), keepdim=True)
-    kernels = _kernels(position, cell_mean, s)
+    kernels = both_kernels(position, cell_mean.shape[1], cell_mean.shape[2], s.identity)
     saved = Saved(scale, mean, var, shift, cell_mean if pooling else None, cell_var, *kernels)
-    _, mixed, _ = _neighbourhood(cell_mean, saved, s)
+    _, mixed, _ = _neighbourhood(cell_mean, saved)
 
     l, k = _of_channels(mean_lambda, c), _of_channels(var_lambda, c)
     mu, variance = _share(x, mixed, shift, l, k, s, *spare)
@@ -104,14 +103,14 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """From the gradient of the output those of x, weight, bias, the two lambdas and the position."""
     scale, mean, var, shift, cell_mean, cell_var, rows, columns = saved
-    grad, x = _by_head(grad, s), _by_head(x, s)
+    grad, x = by_head(grad, s), by_head(x, s)
     K, c = x.shape[-2:]
     C = K * c
     l, k, w = _of_channels(mean_lambda, c), _of_channels(var_lambda, c), weight.view(K, c)
     (spare,), d = spare_memory(x, 1), torch.empty_like(x, dtype=mean.dtype)
     if cell_mean is None:
         cell_mean = memory_of_cells(x, tokens.prenormalise(x, scale, spare))
-    pair, mixed, mixed_rows = _neighbourhood(cell_mean, saved, s)
+    pair, mixed, mixed_rows = _neighbourhood(cell_mean, saved)
 
     mu, variance = _share(x, mixed, shift, l, k, s, spare, d)
     d_cells, e_cells = memory_of_cells(x, d), memory_of_cells(x, spare)
@@ -140,8 +139,8 @@ def backward(
         grad_first.addcmul_(pair[0], grad_second, value=2)
     else:
         grad_first.addcmul_(shift, grad_second, value=-2)
-        of_second = _over_size(grad_second * 2, present, s)
-    of_first = _over_size(grad_first, present, s) if s.pool_size > 1 else grad_first
+        of_second = over_size(grad_second * 2, present, s.pool_size).contiguous()
+    of_first = over_size(grad_first, present, s.pool_size).contiguous() if s.pool_size > 1 else grad_first
 
     of_var /= int(s.unbiased) - C
     of_token = (of_mean / -C).addcmul_(of_var, mean, value=-1)
@@ -151,25 +150,17 @@ def backward(
     return d.flatten(-2).to(x.dtype), *grads
 
 
-def _by_head(x: Tensor, s: Settings) -> Tensor:
+def by_head(x: Tensor, s: Settings) -> Tensor:
     return x.unflatten(-1, (s.num_heads, x.shape[-1] // s.num_heads))
 
 
-def _kernels(position: Tensor, z: Tensor, s: Settings) -> tuple[Tensor, Tensor]:
-    h, w = z.shape[1:3]
-    if s.identity:
-        rows, columns = (torch.eye(n, dtype=position.dtype, device=position.device) for n in (w, h))
-        return rows.expand(s.num_heads, w, w), columns.expand(s.num_heads, h, h)
-    return axis_kernel(position, w, axis=1), axis_kernel(position, h, axis=2)
-
-
-def _neighbourhood(values: Tensor, saved: Saved, s: Settings) -> tuple[Pair, Pair, Pair]:
+def _neighbourhood(values: Tensor, saved: Saved) -> tuple[Tensor, Tensor, Tensor]:
     """The pair that P mixes, the mixed pair ``(M - shift, V)``, and it mixed along rows only.
 
     A variance does not change when all tokens shift by one value, here their mean over the image: E[x^2] - E[x]^2 then
     cancels only as far as a neighbourhood differs from the image, not as far as the image differs from zero.
     """
-    pair = make_pair(values, saved.shift, saved.cell_var, s.by_products)
+    pair = make_pair(values, saved.shift, saved.cell_var)
     mixed, mixed_rows = mix(saved.rows, saved.columns, pair)
     mixed[1].addcmul_(mixed[0], mixed[0], value=-1).clamp_(min=0)
     return pair, mixed, mixed_rows
@@ -181,15 +172,10 @@ def _of_channels(heads: Tensor, c: int) -> Tensor:
 
 
 def _share(
-    x: Tensor, mixed: Pair, shift: Tensor, l: Tensor, k: Tensor, s: Settings, *memory: Tensor
+    x: Tensor, mixed: Tensor, shift: Tensor, l: Tensor, k: Tensor, s: Settings, *memory: Tensor
 ) -> tuple[Tensor, Tensor]:
     """What the neighbourhood contributes to ``-mu`` and to ``var + eps``."""
     (M, V), (m, v) = mixed, (1 - l, 1 - k)
     mu, variance = (memory_of_cells(x, t) for t in memory)
-    into(mu, torch.addcmul, -m * shift, M, m, value=-1)
-    return mu, into(variance, torch.addcmul, v.new_full((1,), s.eps), V, v)
-
-
-def _over_size(cells: Tensor, present: Tensor | None, s: Settings) -> Tensor:
-    """Values of cells over their numbers of tokens."""
-    return (cells / (float(s.pool_size**2) if present is None else sum_of_cells(present))).contiguous()
+    torch.addcmul(-m * shift, M, m, value=-1, out=mu)
+    return mu, torch.addcmul(v.new_full((1,), s.eps), V, v, out=variance)

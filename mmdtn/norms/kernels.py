@@ -4,7 +4,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .memory import computed_once
+from .inductor import computed_once
+
+
+def both_kernels(position: Tensor, height: int, width: int, identity: bool) -> tuple[Tensor, Tensor]:
+    """P along the rows of a grid, and along its columns."""
+    if identity:
+        rows, columns = (torch.eye(n, dtype=position.dtype, device=position.device) for n in (width, height))
+        return rows.expand(len(position), width, width), columns.expand(len(position), height, height)
+    return axis_kernel(position, width, axis=1), axis_kernel(position, height, axis=2)
 
 
 def axis_kernel(position: Tensor, size: int, axis: int) -> Tensor:

@@ -37,8 +37,7 @@ def statistics_dtype(x: Tensor) -> torch.dtype:
 
 
 def _rows_of_a_part(tokens: Tensor) -> int | None:
-    in_a_graph = torch.compiler.is_compiling() or torch.jit.is_tracing()
-    if in_a_graph or tokens.device.type != 'cpu' or tokens.shape[2] == 1:  # P mixes single tokens in another layout
+    if tokens.device.type != 'cpu' or tokens.shape[2] == 1:  # P mixes single tokens in another layout
         return None
     row = tokens.shape[2:].numel() * statistics_dtype(tokens).itemsize
     step = max(1, BYTES * torch.get_num_threads() // row)

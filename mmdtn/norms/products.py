@@ -1,7 +1,7 @@
 """Products of kernels, ``K x n x n``, one for each head.
 
 A head looks for statistics where it has learned to, mostly near: of a wide kernel most is zero, and CPUs leave that
-out. Graphs and GPUs multiply all, as they do not look at values.
+out. GPUs multiply all, as to look at values they would have to wait.
 """
 
 import functools
@@ -10,8 +10,6 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-
-from .memory import into
 
 SMALL = 48  # cells a side, below which one call for all heads is faster
 WIDE = 128  # cells a side, from which on it pays to leave zeros out, by blocks of so many rows:
@@ -22,7 +20,7 @@ def multiply(kernel: Tensor, matrices: Tensor, out: Tensor) -> Tensor:
     """``K x n x n`` times ``B x K x n x m``, in ``out``, which may have the ``m`` in any shape and memory."""
     if not _by_parts(kernel):
         if out.is_contiguous():
-            into(out.view_as(matrices), torch.matmul, kernel, matrices)
+            torch.matmul(kernel, matrices, out=out.view_as(matrices))
             return out
         return out.copy_(torch.matmul(kernel, matrices).view(out.shape))
     for head, rows, columns in _parts(kernel):
@@ -43,8 +41,7 @@ def kernel_gradient(grad: Tensor, matrices: Tensor, kernel: Tensor) -> Tensor:
 
 
 def _by_parts(kernel: Tensor) -> bool:
-    in_a_graph = torch.compiler.is_compiling() or torch.jit.is_tracing()
-    if kernel.device.type != 'cpu' or in_a_graph or type(kernel) is not Tensor:  # fake tensors have no values
+    if kernel.device.type != 'cpu' or type(kernel) is not Tensor:  # fake tensors have no values
         return False
     return len(kernel[0]) >= (SMALL if _by_onednn(kernel) else WIDE)
 

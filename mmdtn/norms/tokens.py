@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from .cells import mean_of_cells, on_tokens, sum_of_cells
-from .memory import into
 
 
 def find_statistics(
@@ -30,7 +29,7 @@ def find_statistics(
     x = x.to(z.dtype)
     if scale is not None:
         norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-        into(scale, torch.addcmul, eps, norm, norm, value=1 / x.shape[-1]).rsqrt_()
+        torch.addcmul(eps, norm, norm, value=1 / x.shape[-1], out=scale).rsqrt_()
     prenormalise(x, scale, z)
     _over_channels(z, average, mean)
     _over_channels(_squared_difference(z, mean, squares), average_of_squares, var)
@@ -60,7 +59,7 @@ def normalise(
     """Fills in ``y``."""
     spare = y if y.dtype == spare.dtype else spare
     z, variance = _centre(x, scale, mean, var, mu, variance, spare, spare_too, l, k)
-    into(y, torch.addcmul, bias, z.mul_(variance.rsqrt_()), weight)
+    torch.addcmul(bias, z.mul_(variance.rsqrt_()), weight, out=y)
 
 
 def to_statistics(
@@ -116,7 +115,7 @@ def to_tokens(
 ) -> None:
     """Turns ``d`` into the gradient of ``x``."""
     x = x.to(d.dtype)
-    gradient = into(d, torch.addcmul, on_tokens(of_first), d, weight)
+    gradient = torch.addcmul(on_tokens(of_first), d, weight, out=d)
     if of_second is not None:
         gradient.addcmul_(prenormalise(x, scale, spare), on_tokens(of_second))
     gradient.add_(of_token)
@@ -124,14 +123,14 @@ def to_tokens(
         gradient.addcmul_(x, of_var)
     else:
         # What changes z along itself, prenorm undoes but for the share of eps.
-        along = into(spare, torch.mul, gradient, x).sum(-1, keepdim=True)
+        along = torch.mul(gradient, x, out=spare).sum(-1, keepdim=True)
         of_x = (of_var * eps * scale).sub_(along, alpha=1 / x.shape[-1]).mul_(scale).mul_(scale).mul_(scale)
         gradient.mul_(scale).addcmul_(x, of_x)
 
 
 def prenormalise(x: Tensor, scale: Tensor | None, memory: Tensor) -> Tensor:
     """A copy of ``x``, divided by the RMS of each slice where ``scale`` is given."""
-    return memory.copy_(x) if scale is None else into(memory, torch.mul, x, scale)
+    return memory.copy_(x) if scale is None else torch.mul(x, scale, out=memory)
 
 
 def _centre(
@@ -147,27 +146,21 @@ def _centre(
     k: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """``z - mu`` and the variance, in spare memory, from the neighbourhood's shares in ``-mu`` and in the variance."""
-    mu = into(spare, torch.addcmul, on_tokens(mu), mean, l, value=-1)
-    z = mu.add_(x) if scale is None else into(spare, torch.addcmul, mu, x, scale)
-    return z, into(spare_too, torch.addcmul, on_tokens(variance), var, k)
+    mu = torch.addcmul(on_tokens(mu), mean, l, value=-1, out=spare)
+    z = mu.add_(x) if scale is None else torch.addcmul(mu, x, scale, out=spare)
+    return z, torch.addcmul(on_tokens(variance), var, k, out=spare_too)
 
 
 def _over_channels(tokens: Tensor, weights: Tensor, result: Tensor) -> None:
     """Fills in the sum of the channels of each token with these weights, ``C``."""
-    into(result.view(-1), torch.mv, tokens.view(-1, len(weights)), weights)
+    torch.mv(tokens.view(-1, len(weights)), weights, out=result.view(-1))
 
 
 def _squared_difference(tokens: Tensor, other: Tensor, memory: Tensor) -> Tensor:
-    if torch.compiler.is_compiling() or torch.jit.is_tracing():
-        return memory.copy_((tokens - other).square())
     return torch.ops.aten.mse_loss.out(tokens, other, 0, out=memory)  # in one pass
 
 
 def _sum(tokens: Tensor, factor: Tensor | None = None) -> Tensor:
     """To one value per channel, ``C``, with a factor for each token."""
-    if torch.compiler.is_compiling():
-        # Row by row: Inductor goes through all it sums once for each few channels, and a row stays in the cache.
-        tokens = tokens if factor is None else tokens * factor
-        return sum_of_cells(tokens).sum(2).sum((0, 1)).flatten()
     tokens = tokens.view(-1, tokens.shape[-2] * tokens.shape[-1])
     return tokens.sum(0) if factor is None else tokens.mT @ factor.view(-1)

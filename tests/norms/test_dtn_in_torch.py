@@ -15,7 +15,7 @@ from mmdtn.analysis import SavedBytes
 from mmdtn.norms import DTN, DTN2d, autograd
 
 from .reference import reference_dtn
-from .test_dtn import randomised
+from .test_dtn import FORMS, computed_by, randomised
 
 
 def saved_bytes(layer, x):
@@ -61,14 +61,15 @@ def test_double_backward_says_that_it_is_not_there():
 
 
 @pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float16])
-def test_autocast_keeps_statistics_in_float32(dtype):
+@pytest.mark.parametrize('form', ['eager', 'blocks'])
+def test_autocast_keeps_statistics_in_float32(form, dtype):
     """A large mean and a tiny variance: in half precision E[x^2] - E[x]^2 is noise."""
     torch.manual_seed(0)
     for prenorm in (True, False):
         layer = randomised(DTN(16, 4, 2, prenorm=prenorm), scale=0.1)
         x = (1e3 + 0.5 * torch.randn(2, 8, 8, 16)).requires_grad_()
         exact = reference_dtn(x.detach().double(), copy.deepcopy(layer).double())
-        with torch.autocast('cpu', dtype=dtype):
+        with torch.autocast('cpu', dtype=dtype), computed_by(form):
             y = layer(x)
             assert y.dtype == nn.LayerNorm(16)(x).dtype
             y.square().sum().backward()
@@ -78,23 +79,27 @@ def test_autocast_keeps_statistics_in_float32(dtype):
 
 
 @pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float16])
-def test_half_input_under_autocast_and_half_models(dtype):
+@pytest.mark.parametrize('form', ['eager', 'blocks'])
+def test_half_input_under_autocast_and_half_models(form, dtype):
     layer = randomised(DTN(16, 4, 2), scale=0.1)
     x = torch.randn(2, 8, 8, 16).to(dtype)
     exact = reference_dtn(x.double(), copy.deepcopy(layer).double())
-    with torch.autocast('cpu', dtype=dtype):
+    with torch.autocast('cpu', dtype=dtype), computed_by(form):
         assert layer(x).dtype == nn.LayerNorm(16)(x).dtype == dtype
         torch.testing.assert_close(layer(x), exact.to(dtype), rtol=1e-2, atol=1e-2)
     half = copy.deepcopy(layer).to(dtype)
-    assert half(x).dtype == dtype
-    torch.testing.assert_close(half(x), exact.to(dtype), rtol=2e-2, atol=2e-2)
+    with computed_by(form):
+        assert half(x).dtype == dtype
+        torch.testing.assert_close(half(x), exact.to(dtype), rtol=2e-2, atol=2e-2)
 
 
-def test_variance_is_never_negative():
+@pytest.mark.parametrize('form', FORMS)
+def test_variance_is_never_negative(form):
     x = torch.full((1, 6, 6, 8), 1234.5) + torch.randn(1, 6, 6, 8) * 1e-4
     for prenorm in (True, False):
         layer = DTN(8, 2, prenorm=prenorm, var_lambda=0.0, mean_lambda=0.0, eps=1e-12)
-        assert layer(x).isfinite().all()
+        with computed_by(form):
+            assert layer(x).isfinite().all()
 
 
 def test_forward_on_fake_cuda_tensors_mixes_no_device_and_waits_for_nothing():
@@ -142,7 +147,7 @@ def test_whole_layer_compiles_to_one_graph_with_a_bounded_number_of_variants(poo
 @pytest.mark.filterwarnings('error:DTN runs uncompiled')
 @pytest.mark.parametrize('pool_size', [1, 2])
 @pytest.mark.parametrize('how', ['region', 'whole'])
-@pytest.mark.parametrize('large_side', [1, 10**6])  # P by matrix products, by sums
+@pytest.mark.parametrize('large_side', [1, 10**6])  # P by operators, by blocks
 def test_inductor_gives_the_same_numbers(pool_size, how, large_side, monkeypatch):
     monkeypatch.setattr(autograd, 'LARGE_SIDE', large_side)
     torch._dynamo.reset()

@@ -27,6 +27,7 @@ SHAPES = [
     (2, 64, 4, 200, 336, 4),
     (1, 64, 4, 200, 336, 1),
 ]
+ROUNDS = 3
 DENSE_LIMIT = 4 * 2**30  # bytes of the dense P, all heads and images, beyond which it is not tried
 
 
@@ -77,14 +78,15 @@ def saved_bytes(layer: nn.Module, x: Tensor) -> int:
 
 
 def medians(runs: dict[str, Callable[[], object]], repeats: int) -> dict[str, float]:
-    """Milliseconds of each, after two runs to warm up."""
+    """Milliseconds of each, in rounds, so that what else the machine does falls on all; each warms up in each round."""
     times: dict[str, list[float]] = {name: [] for name in runs}
-    for name, run in runs.items():
-        run(), run()
-        for _ in range(repeats):
-            start = time.perf_counter()
-            run()
-            times[name].append((time.perf_counter() - start) * 1e3)
+    for a_round in range(ROUNDS):
+        for name, run in runs.items():
+            run(), run()
+            for _ in range(a_round, repeats, ROUNDS):
+                start = time.perf_counter()
+                run()
+                times[name].append((time.perf_counter() - start) * 1e3)
     return {name: statistics.median(t) for name, t in times.items()}
 
 
