@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from . import function, graph
+from . import function, graph, operators
 from .cells import merge, split
 from .function import Saved, Settings
 from .inductor import OPTIONS
@@ -55,6 +55,8 @@ class _DTN(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad):
         x, weight, mean_lambda, var_lambda, *saved = ctx.saved_tensors
+        if torch.compiler.is_compiling() and not torch.compiler.is_exporting():
+            x, *saved = (t if t is None else operators.after(grad, t) for t in (x, *saved))
         run = _runner('backward', ctx.settings, ctx.compiled, x)
         _, height, width, _ = x.shape
         with _no_autocast(x.device.type):

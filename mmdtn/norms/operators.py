@@ -1,6 +1,7 @@
-"""P in compiled code on large grids: the matrix products of ``separable`` as operators that hide them from Inductor.
+"""What compilers shall not look into.
 
-With open sizes it does not get through their layouts.
+P on large grids: the matrix products of ``separable``. With open sizes Inductor does not get through their layouts.
+And tensors of the backward pass: in the graph of a whole model, what it computes again would be kept instead.
 """
 
 import torch
@@ -49,6 +50,17 @@ def _mix_backward(
 @_mix_backward.register_fake
 def _(rows: Tensor, columns: Tensor, pair: Tensor, mixed_rows: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
     return rows.new_empty(rows.shape[0], 3), laid_out(pair, ROWS)
+
+
+@torch.library.custom_op('mmdtn::after', mutates_args=())
+def after(grad: Tensor, saved: Tensor) -> Tensor:
+    """A copy of what was saved. What follows from it seems to need the gradient, so it is not computed before."""
+    return saved.clone()
+
+
+@after.register_fake
+def _(grad: Tensor, saved: Tensor) -> Tensor:
+    return torch.empty_like(saved)
 
 
 def _stacked(first: Tensor, second: Tensor, axis: int) -> Tensor:
