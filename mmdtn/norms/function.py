@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from . import tokens
-from .cells import memory_of_cells, over_size
+from .cells import memory_of_cells, on_tokens, over_size
 from .kernels import both_kernels
 from .parts import in_parts, spare_memory
 from .separable import make_pair, mix, mix_backward
@@ -115,15 +115,16 @@ def backward(
     mu, variance = _share(x, mixed, shift, l, k, s, spare, d)
     d_cells, e_cells = memory_of_cells(x, d), memory_of_cells(x, spare)
     of_mean, of_var = torch.empty_like(mean), torch.empty_like(var)
-    wl, wk, sums = (w * l).flatten(), (w * k).flatten(), mean.new_zeros(3, C)
-    for part in in_parts([spare], x, grad, scale, mean, var, mu, variance, d, d_cells, e_cells, of_mean, of_var):
-        sums += tokens.to_statistics(*part, l=l, k=k, wl=wl, wk=wk)
+    ones = torch.ones_like(mean)
+    wl, wk, sums = (w * l).flatten(), (w * k).flatten(), mean.new_zeros(3, C).unbind()
+    for part in in_parts([spare], x, grad, scale, mean, var, mu, variance, d, d_cells, e_cells, of_mean, of_var, ones):
+        tokens.to_statistics(*part, l=l, k=k, wl=wl, wk=wk, sums=sums)
 
-    grad_bias, d_mean, e_var = sums.view(3, K, c)
+    grad_bias, d_mean, e_var = (t.view(K, c) for t in sums)
     M, V = mixed
     d_shift = (d_cells.sum(2).sum(1) * shift.view(-1, K, c)).sum(0)
-    grad_mean_lambda = w * ((d_cells * M).sum(2).sum((0, 1)) + d_shift - d_mean)
-    e_V = (e_cells * V).sum(2).sum((0, 1))
+    grad_mean_lambda = w * ((M * d_cells).sum(2).sum((0, 1)) + d_shift - d_mean)
+    e_V = (V * e_cells).sum(2).sum((0, 1))
     grad_var_lambda = w / 2 * (e_V - e_var)
     grad_weight = (1 - k) * e_V + k * e_var + s.eps * e_cells.sum(2).sum((0, 1))  # e times the variance, by its parts
 
@@ -139,13 +140,16 @@ def backward(
         grad_first.addcmul_(pair[0], grad_second, value=2)
     else:
         grad_first.addcmul_(shift, grad_second, value=-2)
-        of_second = over_size(grad_second * 2, present, s.pool_size).contiguous()
-    of_first = over_size(grad_first, present, s.pool_size).contiguous() if s.pool_size > 1 else grad_first
+        of_second = on_tokens(over_size(grad_second, present, s.pool_size, e_cells))
+    if s.pool_size > 1:
+        grad_first = over_size(grad_first, present, s.pool_size, d_cells)
+    of_first = on_tokens(grad_first)
 
+    average_of_head = mean.new_full((c,), 1 / c)
     of_var /= int(s.unbiased) - C
     of_token = (of_mean / -C).addcmul_(of_var, mean, value=-1)
     for part in in_parts([spare], x, d, scale, of_first, of_second, of_token, of_var):
-        tokens.to_tokens(*part, weight=w, eps=s.eps)
+        tokens.to_tokens(*part, weight=w, average_of_head=average_of_head, eps=s.eps)
     grads = grad_weight.flatten(), grad_bias.flatten(), grad_mean_lambda.sum(-1), grad_var_lambda.sum(-1), grad_position
     return d.flatten(-2).to(x.dtype), *grads
 
@@ -178,4 +182,5 @@ def _share(
     (M, V), (m, v) = mixed, (1 - l, 1 - k)
     mu, variance = (memory_of_cells(x, t) for t in memory)
     torch.addcmul(-m * shift, M, m, value=-1, out=mu)
-    return mu, torch.addcmul(v.new_full((1,), s.eps), V, v, out=variance)
+    torch.addcmul(v.new_full((1,), s.eps), V, v, out=variance)
+    return on_tokens(mu), on_tokens(variance)

@@ -22,7 +22,8 @@ def in_parts(spare: list[Tensor], tokens: Tensor, *maps: Tensor | None) -> Itera
         return
     parts = [repeat(None) if t is None else t.view(-1, *t.shape[2:]).split(step) for t in (tokens, *maps)]
     for part in zip(*parts, strict=False):  # repeat has no end
-        yield *part, *(t[: len(part[0])] for t in spare)
+        rows = part[0].shape[0]
+        yield *part, *(t if rows == step else t[:rows] for t in spare)
 
 
 def spare_memory(tokens: Tensor, number: int) -> list[Tensor]:

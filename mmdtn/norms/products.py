@@ -18,7 +18,7 @@ BLOCK = 48
 
 def multiply(kernel: Tensor, matrices: Tensor, out: Tensor) -> Tensor:
     """``K x n x n`` times ``B x K x n x m``, in ``out``, which may have the ``m`` in any shape and memory."""
-    if not _by_parts(kernel):
+    if not _by_parts(kernel, SMALL if _by_onednn(kernel) else WIDE):
         if out.is_contiguous():
             torch.matmul(kernel, matrices, out=out.view_as(matrices))
             return out
@@ -31,7 +31,7 @@ def multiply(kernel: Tensor, matrices: Tensor, out: Tensor) -> Tensor:
 
 def kernel_gradient(grad: Tensor, matrices: Tensor, kernel: Tensor) -> Tensor:
     """Of the gradient ``K x n x n``, from two ``B x K x n x m``, what falls where the kernel is not zero."""
-    if not _by_parts(kernel):
+    if not _by_parts(kernel, SMALL):
         return torch.bmm(grad.flatten(0, 1), matrices.flatten(0, 1).mT).view(-1, *kernel.shape).sum(0)
     result = torch.zeros_like(kernel)
     for head, rows, columns in _parts(kernel):
@@ -40,10 +40,9 @@ def kernel_gradient(grad: Tensor, matrices: Tensor, kernel: Tensor) -> Tensor:
     return result
 
 
-def _by_parts(kernel: Tensor) -> bool:
-    if kernel.device.type != 'cpu' or type(kernel) is not Tensor:  # fake tensors have no values
-        return False
-    return len(kernel[0]) >= (SMALL if _by_onednn(kernel) else WIDE)
+def _by_parts(kernel: Tensor, size: int) -> bool:
+    """On CPUs, from this size on."""
+    return kernel.device.type == 'cpu' and type(kernel) is Tensor and len(kernel[0]) >= size  # fake ones have no values
 
 
 def _parts(kernel: Tensor) -> Iterator[tuple[int, slice, slice]]:

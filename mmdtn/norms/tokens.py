@@ -1,7 +1,8 @@
 """What DTN does to tokens, ``... x s x w x s x K x c``: passes over all of them or over a part, into given memory.
 
-Letters as in ``function``. Values of tokens are ``... x s x w x s x 1 x 1``, those of cells ``... x w x K x c``; where
-each cell is one token, values of cells lie in the memory that is given for tokens. Factors of channels are ``K x c``.
+Letters as in ``function``. Values of tokens are ``... x s x w x s x 1 x 1``, those of cells ``... x w x K x c``, and
+``... x 1 x w x 1 x K x c`` where tokens read them; where each cell is one token, values of cells lie in the memory that
+is given for tokens. Factors of channels are ``K x c``.
 """
 
 import torch
@@ -34,10 +35,10 @@ def find_statistics(
     _over_channels(z, average, mean)
     _over_channels(_squared_difference(z, mean, squares), average_of_squares, var)
     if x.shape[-3] > 1:
-        cell_mean.copy_(mean_of_cells(z, present))
+        mean_of_cells(z, present, cell_mean)
     if cell_var is not None:
         _squared_difference(z, on_tokens(cell_mean), squares)
-        cell_var.copy_(mean_of_cells(squares if present is None else squares.mul_(present), present))
+        mean_of_cells(squares if present is None else squares.mul_(present), present, cell_var)
 
 
 def normalise(
@@ -75,29 +76,34 @@ def to_statistics(
     e_cells: Tensor,
     of_mean: Tensor,
     of_var: Tensor,
+    ones: Tensor,
     spare: Tensor,
     *,
     l: Tensor,
     k: Tensor,
     wl: Tensor,
     wk: Tensor,
-) -> Tensor:
+    sums: tuple[Tensor, ...],
+) -> None:
     """From the gradient of the output to what follows ``variance``; ``wl`` and ``wk`` are flat.
 
     y = weight * z / sqrt(variance) + bias: weight * d is the gradient of z, -weight / 2 * e that of the variance.
-    Returns sums over tokens, ``3 x C``, of the gradient, of ``d`` times ``mean`` and of ``e`` times ``var``.
+    Adds to ``sums``, of ``C``, those over tokens of the gradient, of ``d`` times ``mean`` and of ``e`` times ``var``.
     """
     grad = grad.to(mean.dtype)
     z, variance = _centre(x, scale, mean, var, mu, variance, spare, d, l, k)
     e = z.div_(variance)
     d = variance.rsqrt_().mul_(grad)
+    of_grad, of_d_mean, of_e_var = sums
+    _add_tokens(of_grad, grad, ones)
     e.mul_(d)
     if x.shape[-3] > 1:
-        d_cells.copy_(sum_of_cells(d))
-        e_cells.copy_(sum_of_cells(e))
+        sum_of_cells(d, out=d_cells)
+        sum_of_cells(e, out=e_cells)
     _over_channels(d, wl, of_mean)
     _over_channels(e, wk, of_var)
-    return torch.stack((_sum(grad), _sum(d, mean), _sum(e, var)))
+    _add_tokens(of_d_mean, d, mean)
+    _add_tokens(of_e_var, e, var)
 
 
 def to_tokens(
@@ -111,20 +117,27 @@ def to_tokens(
     spare: Tensor,
     *,
     weight: Tensor,
+    average_of_head: Tensor,
     eps: float,
 ) -> None:
     """Turns ``d`` into the gradient of ``x``."""
     x = x.to(d.dtype)
-    gradient = torch.addcmul(on_tokens(of_first), d, weight, out=d)
+    gradient = torch.addcmul(of_first, d, weight, out=d)
     if of_second is not None:
-        gradient.addcmul_(prenormalise(x, scale, spare), on_tokens(of_second))
+        z = prenormalise(x, scale, spare)
+        gradient.addcmul_(z, of_second, value=2)
     gradient.add_(of_token)
     if scale is None:
         gradient.addcmul_(x, of_var)
     else:
         # What changes z along itself, prenorm undoes but for the share of eps.
-        along = torch.mul(gradient, x, out=spare).sum(-1, keepdim=True)
-        of_x = (of_var * eps * scale).sub_(along, alpha=1 / x.shape[-1]).mul_(scale).mul_(scale).mul_(scale)
+        along, square = torch.empty_like(scale), scale * scale
+        if of_second is None:
+            _over_channels(torch.mul(gradient, x, out=spare), average_of_head, along)
+            along.mul_(scale)
+        else:
+            _over_channels(z.mul_(gradient), average_of_head, along)
+        of_x = (of_var * eps * square).sub_(along).mul_(square)
         gradient.mul_(scale).addcmul_(x, of_x)
 
 
@@ -146,21 +159,20 @@ def _centre(
     k: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """``z - mu`` and the variance, in spare memory, from the neighbourhood's shares in ``-mu`` and in the variance."""
-    mu = torch.addcmul(on_tokens(mu), mean, l, value=-1, out=spare)
+    mu = torch.addcmul(mu, mean, l, value=-1, out=spare)
     z = mu.add_(x) if scale is None else torch.addcmul(mu, x, scale, out=spare)
-    return z, torch.addcmul(on_tokens(variance), var, k, out=spare_too)
+    return z, torch.addcmul(variance, var, k, out=spare_too)
 
 
 def _over_channels(tokens: Tensor, weights: Tensor, result: Tensor) -> None:
-    """Fills in the sum of the channels of each token with these weights, ``C``."""
-    torch.mv(tokens.view(-1, len(weights)), weights, out=result.view(-1))
+    """Fills in the sum of the channels of each token with these weights, ``C``, or of each head with ``c``."""
+    torch.mv(tokens.view(-1, weights.shape[0]), weights, out=result.view(-1))
 
 
 def _squared_difference(tokens: Tensor, other: Tensor, memory: Tensor) -> Tensor:
     return torch.ops.aten.mse_loss.out(tokens, other, 0, out=memory)  # in one pass
 
 
-def _sum(tokens: Tensor, factor: Tensor | None = None) -> Tensor:
-    """To one value per channel, ``C``, with a factor for each token."""
-    tokens = tokens.view(-1, tokens.shape[-2] * tokens.shape[-1])
-    return tokens.sum(0) if factor is None else tokens.mT @ factor.view(-1)
+def _add_tokens(total: Tensor, tokens: Tensor, factors: Tensor) -> None:
+    """Adds to each channel's total, ``C``, the sum of all tokens with these factors."""
+    total.addmv_(tokens.view(-1, total.shape[0]).mT, factors.view(-1))

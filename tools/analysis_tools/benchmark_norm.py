@@ -107,7 +107,10 @@ def measure(shape: tuple[int, ...], repeats: int) -> dict:
         with torch.no_grad():
             layer(x)
 
-    both = medians({name: lambda layer=layer: layer(x).backward(upstream) for name, layer in layers.items()}, repeats)
+    def both_ways(layer: nn.Module) -> None:  # and no more: backward() would add to the gradients of a step before
+        torch.autograd.grad(layer(x), [x, *layer.parameters()], upstream)
+
+    both = medians({name: lambda layer=layer: both_ways(layer) for name, layer in layers.items()}, repeats)
     alone = medians({name: lambda layer=layer: forward(layer) for name, layer in layers.items()}, repeats)
     rows = {
         name: dict(
