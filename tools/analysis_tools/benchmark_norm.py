@@ -27,7 +27,7 @@ SHAPES = [
     (2, 64, 4, 200, 336, 4),
     (1, 64, 4, 200, 336, 1),
 ]
-ROUNDS = 3
+ROUNDS = 5
 DENSE_LIMIT = 4 * 2**30  # bytes of the dense P, all heads and images, beyond which it is not tried
 
 
