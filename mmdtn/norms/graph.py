@@ -102,8 +102,8 @@ def backward(
         grad_x = gradient + x * of_var
     else:
         gradient = computed_once(gradient)
-        along = computed_once((gradient * x).mean(-1, keepdim=True))
-        grad_x = gradient * scale + x * ((of_var * s.eps * scale - along) * scale**3)
+        along = (gradient * x).sum(-1, keepdim=True)
+        grad_x = gradient * scale + x * ((of_var * s.eps * scale - along / c) * scale**3)
     grads = grad_weight.flatten(), grad_bias.flatten(), grad_mean_lambda.sum(-1), grad_var_lambda.sum(-1), grad_position
     return grad_x.flatten(-2).to(dtype), *grads
 
