@@ -95,7 +95,7 @@ def to_statistics(
     e = z.div_(variance)
     d = variance.rsqrt_().mul_(grad)
     of_grad, of_d_mean, of_e_var = sums
-    _add_tokens(of_grad, grad, ones)
+    _add_tokens(of_grad, grad, ones)  # as a product: a sum reads memory half as fast
     e.mul_(d)
     if x.shape[-3] > 1:
         sum_of_cells(d, out=d_cells)
@@ -135,7 +135,7 @@ def to_tokens(
         if of_second is None:
             _over_channels(torch.mul(gradient, x, out=spare), average_of_head, along)
             along.mul_(scale)
-        else:
+        else:  # in place, as z is there: a third less memory to touch
             _over_channels(z.mul_(gradient), average_of_head, along)
         of_x = (of_var * eps * square).sub_(along).mul_(square)
         gradient.mul_(scale).addcmul_(x, of_x)

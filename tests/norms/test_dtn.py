@@ -173,6 +173,23 @@ def test_gradients_of_a_matrix_sized_grid_agree_with_autograd_through_the_equati
         torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.parametrize('form', FORMS)
+@pytest.mark.parametrize('options', [{}, {'prenorm': False}, {'pool_second_moment': False}])
+@pytest.mark.parametrize('pool_size', [1, 2])
+def test_works_in_place_only_on_what_is_its_own(form, pool_size, options):
+    layer = randomised(DTN(8, 4, pool_size, **options))
+    x = torch.randn(2, 6, 7, 8, requires_grad=True)
+    upstream = torch.randn_like(x)
+    before = x.detach().clone(), upstream.clone()
+    tensors = [x, *layer.parameters()]
+    with computed_by(form):
+        y = layer(x)
+        first, second = (torch.autograd.grad(y, tensors, upstream, retain_graph=True) for _ in range(2))
+    assert torch.equal(x, before[0]) and torch.equal(upstream, before[1])
+    for one, other in zip(first, second, strict=True):
+        assert torch.equal(one, other), 'a second pass finds what the first did'
+
+
 @pytest.mark.parametrize(
     'bytes_of_a_part', [1, 3000, 6000]
 )  # one row, some with fewer last, more than those of an image
