@@ -4,6 +4,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import modelindex
 import pytest
 
 REPO = Path(__file__).parents[1]
@@ -53,3 +54,16 @@ def test_the_index_names_every_family():
     assert [line.split()[1] for line in index.splitlines()[1:]] == sorted(
         str(p.relative_to(REPO)) for p in REPO.glob('configs/*/metafile.yml')
     )
+
+
+@pytest.mark.parametrize('family', ['pvt', 'swin', 'vit'])
+def test_metafiles_claim_no_results(family):
+    """Nothing was trained with these configs. What the papers report is in the README, and said to be theirs."""
+    index = modelindex.load(str(REPO / 'model-index.yml'))
+    assert index.check(silent=True) == []
+    models = [m for m in index.models if m.config.startswith(f'configs/{family}/')]
+    assert len(models) >= 4
+    for model in models:
+        assert model.results is None and model.weights is None
+        assert (REPO / model.config).exists() and Path(model.config).stem == model.name
+    assert 'Nothing has been trained' in ' '.join((REPO / 'configs' / family / 'README.md').read_text().split())

@@ -56,20 +56,6 @@ def test_classifier_trains_a_step_and_infers(name):
     classifier_trains_a_step_and_infers(ROOT / name)
 
 
-@pytest.mark.parametrize('name', IMAGENET)
-def test_deit_recipe(name):
-    cfg = load(ROOT / name)
-    optimizer = cfg.optim_wrapper.optimizer
-    assert (optimizer.type, optimizer.lr, optimizer.weight_decay) == ('AdamW', 5e-4, 0.05)
-    assert cfg.train_dataloader.batch_size == 128 and cfg.auto_scale_lr.base_batch_size == 1024
-    assert cfg.train_cfg.max_epochs == 300 and cfg.param_scheduler[0].end == cfg.param_scheduler[1].begin == 5
-    assert {a.type: a.alpha for a in cfg.model.train_cfg.augments} == {'Mixup': 0.8, 'CutMix': 1.0}
-    assert cfg.model.head.loss.label_smooth_val == 0.1
-    transforms = {t.type: t for t in cfg.train_dataloader.dataset.pipeline}
-    assert transforms['RandAugment'].magnitude_level == 9 and transforms['RandAugment'].magnitude_std == 0.5
-    assert transforms['RandomErasing'].erase_prob == 0.25
-
-
 @pytest.mark.parametrize(
     'name', ['retinanet_pvt-t-dtn_fpn_1x_coco.py', 'mask-rcnn_pvt-s-dtn_fpn_1x_coco.py', 'pvt-t-dtn_8xb128_in1k.py']
 )

@@ -29,8 +29,19 @@ def assert_same(whole, resumed, first):
         dict(accumulate=3),
         dict(workers=2),
         dict(loop=BY_ITERATION, sampler='InfiniteSampler', workers=2),
+        dict(sampler='mmpretrain.RepeatAugSampler'),
+        dict(sampler='mmpretrain.RepeatAugSampler', workers=2),
     ],
-    ids=['within-epoch', 'by-epoch', 'infinite', 'accumulated', 'workers', 'infinite-workers'],
+    ids=[
+        'within-epoch',
+        'by-epoch',
+        'infinite',
+        'accumulated',
+        'workers',
+        'infinite-workers',
+        'repeats',
+        'repeats-workers',
+    ],
 )
 def test_a_resumed_run_is_the_uninterrupted_one(tmp_path, options):
     whole = train(tmp_path / 'whole', **options)
@@ -65,6 +76,14 @@ def test_augmentation_differs_from_epoch_to_epoch(tmp_path):
     _, watch = train(tmp_path / 'run')
     noise = torch.cat([samples[:, 1] for *_, samples in watch.seen])
     assert len(noise.unique()) == len(noise) == 30
+
+
+def test_repeats_of_an_image_are_augmented_each_by_itself(tmp_path):
+    _, watch = train(tmp_path / 'run', sampler='mmpretrain.RepeatAugSampler')
+    samples = torch.cat([samples for *_, samples in watch.seen])
+    indices = (samples[:, 0] // 1).tolist()
+    assert indices[0] == indices[1] == indices[2] != indices[3] and len(set(indices[:10])) == 4
+    assert len(samples[:, 1].unique()) == len(samples) == 30
 
 
 def test_an_epoch_of_another_length_starts_over(tmp_path):

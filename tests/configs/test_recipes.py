@@ -1,0 +1,138 @@
+"""The ImageNet recipe of each family, read off what its config builds: optimizer, schedule, data, model."""
+
+import uuid
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from mmengine.config import Config
+from mmengine.dataset import Compose
+from mmengine.hooks import EMAHook, ParamSchedulerHook
+from mmengine.runner import Runner
+from PIL import Image
+from timm.layers import DropPath
+
+from mmdtn.norms import DTN
+
+CONFIGS = Path(__file__).parents[2] / 'configs'
+DEIT = dict(warm_up=5, clip=None, ema=None, sampler='RepeatAugSampler')
+RECIPES = {
+    'pvt/pvt-t-dtn': dict(DEIT, drop_path=0.1),
+    'vit/vit-t-star-dtn': dict(DEIT, drop_path=0.1, ema=4e-5),
+    'swin/swin-t-dtn': dict(DEIT, drop_path=0.2, warm_up=20, clip=dict(max_norm=5.0), sampler='DefaultSampler'),
+}
+
+
+class Pictures:
+    """Stands in for ImageNet: 1280 pictures, ten batches of a process, all of them one file."""
+
+    path = ''
+
+    def __init__(self, pipeline, **kwargs):
+        self.pipeline = Compose(pipeline)
+
+    def __len__(self):
+        return 1280
+
+    def __getitem__(self, index):
+        return self.pipeline(dict(img_path=self.path, gt_label=index % 1000))
+
+
+@pytest.fixture(scope='module', params=RECIPES)
+def built(request, tmp_path_factory):
+    """A runner with its training loop, optimizer and schedulers as ``train`` would build them, and the recipe."""
+    folder = tmp_path_factory.mktemp('recipe')
+    noise = np.random.default_rng(0).integers(0, 255, (240, 300, 3), dtype=np.uint8)
+    Image.fromarray(noise).save(folder / 'a.png')
+    Pictures.path = str(folder / 'a.png')
+    cfg = Config.fromfile(CONFIGS / f'{request.param}_8xb128_in1k.py')
+    cfg.train_dataloader.dataset.type = Pictures
+    cfg.train_dataloader.update(num_workers=0, persistent_workers=False)
+    cfg.merge_from_dict(dict(work_dir=str(folder), log_level='ERROR', experiment_name=uuid.uuid4().hex))
+    runner = Runner.from_cfg(cfg)
+    runner._train_loop = runner.build_train_loop(cfg.train_cfg)  # else built by train(), which goes on to train
+    runner.optim_wrapper = runner.build_optim_wrapper(cfg.optim_wrapper)
+    runner.param_schedulers = runner.build_param_scheduler(cfg.param_scheduler)
+    return runner, RECIPES[request.param]
+
+
+def test_adamw_without_decay_of_norms_biases_and_embeddings(built):
+    runner, recipe = built
+    optimizer = runner.optim_wrapper.optimizer
+    assert type(optimizer) is torch.optim.AdamW
+    assert runner.optim_wrapper.clip_grad_kwargs == recipe['clip']
+    assert {group['initial_lr'] for group in optimizer.param_groups} == {1e-3}
+    assert {group['betas'] for group in optimizer.param_groups} == {(0.9, 0.999)}
+    decay = {id(p): group['weight_decay'] for group in optimizer.param_groups for p in group['params']}
+    assert set(decay.values()) == {0, 0.05}
+    of_dtn = {id(p) for m in runner.model.modules() if isinstance(m, DTN) for p in m.parameters()}
+    embeddings = ('pos_embed', 'cls_token', 'cls_pos', 'relative_position_bias_table')
+    for name, p in runner.model.named_parameters():
+        spared = p.dim() == 1 or id(p) in of_dtn or name.rpartition('.')[2] in embeddings
+        assert (decay[id(p)] == 0) == spared, name
+    assert of_dtn
+
+
+def test_the_learning_rate_warms_up_and_falls_as_a_cosine(built):
+    runner, recipe = built
+    assert runner.train_loop.max_epochs == 300 and len(runner.train_dataloader) == 10
+    runner.optim_wrapper.step()  # the schedulers want to have seen one
+    schedule, rates = ParamSchedulerHook(), []
+    for _ in range(300):
+        for i in range(10):
+            rates.append(runner.optim_wrapper.get_lr()['lr'])
+            schedule.after_train_iter(runner, i)
+        schedule.after_train_epoch(runner)
+    rates.append(runner.optim_wrapper.get_lr()['lr'])
+    assert all(len(set(of_groups)) == 1 for of_groups in rates)
+    rates = np.array(rates)[:, 0]
+    warm = recipe['warm_up']
+    steps = 10 * warm
+    assert rates[0] == pytest.approx(1e-6)
+    np.testing.assert_allclose(np.diff(rates[:steps]), (1e-3 - 1e-6) / (steps - 1), rtol=1e-6)
+    assert rates[steps] == pytest.approx(1e-3)
+    assert rates[3000] == pytest.approx(1e-5, rel=0.01)
+    epochs = np.arange(300 - warm) / (300 - warm)
+    np.testing.assert_allclose(rates[steps:3000:10], 1e-5 + (1e-3 - 1e-5) * (1 + np.cos(np.pi * epochs)) / 2, rtol=1e-5)
+
+
+def test_data_and_augmentation(built):
+    runner, recipe = built
+    loader = runner.train_dataloader
+    assert type(loader.sampler).__name__ == recipe['sampler'] and loader.sampler.shuffle
+    assert loader.batch_size == 128 and runner.auto_scale_lr['base_batch_size'] == 8 * 128
+    if recipe['sampler'] == 'RepeatAugSampler':
+        first = list(loader.sampler)[:126]
+        assert len(set(first)) == 42 and first[0] == first[1] == first[2]
+    _, crop, flip, rand_augment, erase, _ = loader.dataset.pipeline.transforms
+    assert (type(crop).__name__, crop.scale, crop.interpolation) == ('RandomResizedCrop', (224, 224), 'bicubic')
+    assert (type(flip).__name__, flip.prob) == ('RandomFlip', 0.5)
+    assert (rand_augment.magnitude_level, rand_augment.magnitude_std, rand_augment.num_policies) == (9, 0.5, 2)
+    assert 'Posterize' in {p['type'] for p in rand_augment.policies} and rand_augment.total_level == 10
+    assert (type(erase).__name__, erase.erase_prob, erase.mode) == ('RandomErasing', 0.25, 'rand')
+    sample = loader.dataset[3]
+    assert sample['inputs'].shape == (3, 224, 224) and sample['data_samples'].gt_label.item() == 3
+
+
+def test_mixing_smoothing_drop_path_and_moving_average(built):
+    runner, recipe = built
+    mixes = runner.model.data_preprocessor.batch_augments.augments
+    assert {type(mix).__name__: mix.alpha for mix in mixes} == {'Mixup': 0.8, 'CutMix': 1.0}
+    loss = runner.model.head.loss_module
+    assert (type(loss).__name__, loss.label_smooth_val, loss.mode) == ('LabelSmoothLoss', 0.1, 'original')
+    drops = [m.drop_prob for m in runner.model.modules() if isinstance(m, DropPath)]
+    blocks = len(drops) + 1  # the first drops nothing
+    np.testing.assert_allclose(drops, np.linspace(0, recipe['drop_path'], blocks)[1:], rtol=1e-5)
+    averages = [hook.ema_cfg['momentum'] for hook in runner.hooks if isinstance(hook, EMAHook)]
+    assert averages == ([] if recipe['ema'] is None else [recipe['ema']])
+
+
+@pytest.mark.parametrize('path', sorted(CONFIGS.glob('[!_]*/*_in1k.py')), ids=lambda path: path.stem)
+def test_configs_of_a_family_differ_in_the_model_alone(path):
+    family = next(name for name in RECIPES if name.startswith(f'{path.parent.name}/'))
+    cfg, base = (Config.fromfile(p) for p in (path, CONFIGS / f'{family}_8xb128_in1k.py'))
+    assert 'drop_path_rate' not in cfg.model.backbone, 'the architecture says it'
+    for c in (cfg, base):
+        del c.model['backbone'], c.model.head['in_channels']
+    assert cfg.to_dict() == base.to_dict()
