@@ -1,8 +1,15 @@
 """Dynamic Token Normalization for MMPretrain and MMDetection. Importing it registers everything."""
 
-from mmengine.config.utils import MODULE2PACKAGE
+try:
+    from mmengine.config.utils import MODULE2PACKAGE
 
-from . import backbones, engine, norms
+    from . import backbones, engine, norms
+except ModuleNotFoundError as error:
+    if error.name != 'cv2':
+        raise
+    # Two packages have it, of which only one may be installed; so neither mmengine nor this package declares one.
+    message = 'mmdtn needs cv2, which mmengine imports: pip install opencv-python-headless (or opencv-python, not both)'
+    raise ModuleNotFoundError(message, name='cv2') from None
 
 # mmengine finds _base_ = 'package::config' in OpenMMLab's own packages alone, which it lists by name.
 MODULE2PACKAGE.setdefault('mmdtn', 'mmdtn')

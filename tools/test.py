@@ -5,15 +5,17 @@ from pathlib import Path
 from typing import Any
 
 from mmengine.config import Config, ConfigDict
+from mmengine.registry import HOOKS, MODELS
 
 from mmdtn.engine.data import check_data
-from mmdtn.engine.errors import UserError, readable_errors
 from mmdtn.engine.launch import add_common_options, add_hook, build_runner, check_exists, leave_together, load_config
+from mmdtn.errors import UserError, readable_errors
+from mmdtn.registry import class_of, package_of
 
-DUMPS = dict(mmdet='DumpDetResults')  # with masks run-length encoded; mmengine's own writes them pixel by pixel
+DUMPS = dict(mmdet='mmdet.DumpDetResults')  # with masks run-length encoded; mmengine's own writes them pixel by pixel
 TTA_MODELS = dict(
     mmdet=dict(type='DetTTAModel', tta_cfg=dict(nms=dict(type='nms', iou_threshold=0.5), max_per_img=100)),
-    mmpretrain=dict(type='AverageClsScoreTTA'),
+    mmpretrain=dict(type='mmpretrain.AverageClsScoreTTA'),
 )
 
 
@@ -48,9 +50,15 @@ def configure(args: argparse.Namespace) -> Config:
     return cfg
 
 
+def package(cfg: Config) -> str:
+    """Whose model it is, by its class; the default scope of the config where the class does not tell."""
+    return package_of(class_of(cfg.model, MODELS)) or cfg.get('default_scope', 'mmengine')
+
+
 def dump_predictions(cfg: Config, path: str) -> None:
     evaluators = cfg.test_evaluator if isinstance(cfg.test_evaluator, list) else [cfg.test_evaluator]
-    cfg.test_evaluator = [*evaluators, dict(type=DUMPS.get(cfg.default_scope, 'DumpResults'), out_file_path=path)]
+    dump = DUMPS.get(package(cfg), 'DumpResults')
+    cfg.test_evaluator = [*evaluators, dict(type=dump, out_file_path=path)]
 
 
 def draw_predictions(cfg: Config, folder: str) -> None:
@@ -58,28 +66,30 @@ def draw_predictions(cfg: Config, folder: str) -> None:
     if hook is None:
         raise UserError("--show-dir needs default_hooks.visualization in the config, the package's VisualizationHook.")
     target = str(Path(folder).resolve())
-    if cfg.default_scope == 'mmpretrain':
+    if package_of(class_of(hook, HOOKS)) == 'mmpretrain':
         hook.update(enable=True, out_dir=target, interval=1)
     else:
         hook.update(draw=True, test_out_dir=target)
 
 
 def augment(cfg: Config) -> None:
-    if 'tta_model' not in cfg and cfg.default_scope not in TTA_MODELS:
-        raise UserError(f'--tta needs tta_model and tta_pipeline in a config of {cfg.default_scope}.')
+    whose = package(cfg)
+    if 'tta_model' not in cfg and whose not in TTA_MODELS:
+        raise UserError('--tta needs tta_model and tta_pipeline in a config of neither MMDetection nor MMPretrain.')
     dataset = cfg.test_dataloader.dataset
     while 'dataset' in dataset:
         dataset = dataset.dataset
-    cfg.model = ConfigDict(**cfg.get('tta_model', TTA_MODELS.get(cfg.default_scope)), module=cfg.model)
-    dataset.pipeline = cfg.get('tta_pipeline') or with_mirror_images(dataset.pipeline, cfg.default_scope)
+    cfg.model = ConfigDict(**cfg.get('tta_model', TTA_MODELS.get(whose)), module=cfg.model)
+    dataset.pipeline = cfg.get('tta_pipeline') or with_mirror_images(dataset.pipeline, whose)
 
 
-def with_mirror_images(pipeline: list[Any], scope: str) -> list[Any]:
+def with_mirror_images(pipeline: list[Any], package: str) -> list[Any]:
     *steps, pack = pipeline
-    if scope == 'mmdet':
+    if package == 'mmdet':
         keys = ('img_id', 'img_path', 'ori_shape', 'img_shape', 'scale_factor', 'flip', 'flip_direction')
         pack = dict(pack, meta_keys=keys)
-    flips = [dict(type='RandomFlip', prob=1.0), dict(type='RandomFlip', prob=0.0)]
+    flip = 'mmdet.RandomFlip' if package == 'mmdet' else 'mmengine.RandomFlip'  # mmcv's, in mmengine's registry
+    flips = [dict(type=flip, prob=1.0), dict(type=flip, prob=0.0)]
     return [*steps, dict(type='TestTimeAug', transforms=[flips, [pack]])]
 
 

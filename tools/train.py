@@ -5,8 +5,7 @@ import argparse
 from mmengine.config import Config
 
 from mmdtn.engine.data import check_data
-from mmdtn.engine.dry_run import dry_run
-from mmdtn.engine.errors import UserError, readable_errors
+from mmdtn.engine.dry_run_hook import dry_run
 from mmdtn.engine.launch import (
     add_common_options,
     build_runner,
@@ -16,6 +15,7 @@ from mmdtn.engine.launch import (
     make_dependable,
     resume,
 )
+from mmdtn.errors import UserError, readable_errors
 
 
 def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:

@@ -1,20 +1,21 @@
-from .amp import BFloat16OptimWrapper
-from .checkpoint import WholeCheckpointHook
-from .data import SkipBrokenImagesHook
-from .dry_run import DryRunHook
-from .monitor import DTNMonitorHook
-from .nonfinite import StopOnNonFiniteHook
-from .progress import ProgressHook
-from .resume import PendingGradientsHook, ResumableEpochLoop, SeedByNumberHook
+from .bfloat16_optim_wrapper import BFloat16OptimWrapper
+from .dtn_monitor_hook import DTNMonitorHook
+from .numbered_batch_sampler import NumberedBatchSampler
+from .pending_gradients_hook import PendingGradientsHook
+from .progress_hook import ProgressHook
+from .resumable_loops import ResumableEpochLoop, ResumableIterLoop
+from .skip_broken_images_hook import SkipBrokenImagesHook
+from .stop_on_nonfinite_hook import StopOnNonFiniteHook
+from .whole_checkpoint_hook import WholeCheckpointHook
 
 __all__ = [
     'BFloat16OptimWrapper',
     'DTNMonitorHook',
-    'DryRunHook',
+    'NumberedBatchSampler',
     'PendingGradientsHook',
     'ProgressHook',
     'ResumableEpochLoop',
-    'SeedByNumberHook',
+    'ResumableIterLoop',
     'SkipBrokenImagesHook',
     'StopOnNonFiniteHook',
     'WholeCheckpointHook',

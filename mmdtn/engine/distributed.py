@@ -1,10 +1,14 @@
 """Many processes on a machine without a GPU."""
 
-from unittest import mock
+import os
 
-import torch
 from mmengine.config import Config
 from mmengine.dist import init_dist, is_distributed
+from mmengine.registry import STRATEGIES
+
+from mmdtn.registry import class_of
+
+LOCAL_RANKS = dict(pytorch='LOCAL_RANK', slurm='SLURM_LOCALID', mpi='OMPI_COMM_WORLD_LOCAL_RANK')
 
 
 def run_on_cpu(cfg: Config) -> None:
@@ -25,13 +29,18 @@ def run_on_cpu(cfg: Config) -> None:
         )
         cfg.model_wrapper_cfg = dict(wrapper, device_ids=None)
     if not is_distributed():
-        # mmengine.dist.utils calls torch.cuda.set_device in all its launchers before it looks at the backend.
-        with mock.patch.object(torch.cuda, 'set_device', lambda device: None):
-            init_dist(cfg.launcher, **dist_cfg)
+        # mmengine calls torch.cuda.set_device(local rank) whatever the backend; torch ignores a negative one.
+        variable = LOCAL_RANKS[cfg.launcher]
+        local_rank = os.environ.get(variable, '0')
+        os.environ[variable] = '-1'
+        init_dist(cfg.launcher, **dist_cfg)
+        os.environ[variable] = os.environ['LOCAL_RANK'] = local_rank
 
 
 def _shard_on_cpu(cfg: Config) -> None:
-    if cfg.strategy.type != 'FSDPStrategy':
+    from mmengine._strategy import FSDPStrategy
+
+    if not issubclass(class_of(cfg.strategy, STRATEGIES), FSDPStrategy):
         return
     cfg.strategy.model_wrapper = dict(cfg.strategy.get('model_wrapper') or {}, device_id='cpu')
     if cfg.strategy.get('state_dict_cfg') == 'full':

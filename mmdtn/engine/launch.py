@@ -10,14 +10,17 @@ from mmengine.config import Config, DictAction
 from mmengine.device import is_cuda_available, is_npu_available
 from mmengine.dist import barrier, is_distributed
 from mmengine.hooks import CheckpointHook
-from mmengine.registry import RUNNERS, init_default_scope
-from mmengine.runner import EpochBasedTrainLoop, Runner
+from mmengine.registry import HOOKS, LOOPS, OPTIMIZERS, RUNNERS, VISBACKENDS, init_default_scope
+from mmengine.runner import EpochBasedTrainLoop, IterBasedTrainLoop, Runner
 from mmengine.utils import is_installed
+from mmengine.visualization import TensorboardVisBackend
 from torch.distributed import destroy_process_group
 
-from .checkpoint import newest_whole_checkpoint
+from mmdtn.registry import class_of
+
 from .distributed import run_on_cpu
 from .memory import keep_freed_memory
+from .whole_checkpoint_hook import newest_whole_checkpoint
 
 
 def add_common_options(parser: argparse.ArgumentParser) -> None:
@@ -37,6 +40,7 @@ def load_config(args: argparse.Namespace) -> Config:
         cfg.merge_from_dict(args.cfg_options)
     if args.work_dir or not cfg.get('work_dir'):
         cfg.work_dir = args.work_dir or str(Path('work_dirs') / Path(args.config).stem)
+    init_default_scope(cfg.get('default_scope', 'mmengine'))
     return cfg
 
 
@@ -45,7 +49,6 @@ def build_runner(cfg: Config) -> Runner:
         keep_freed_memory()
         if cfg.launcher != 'none':
             run_on_cpu(cfg)
-    init_default_scope(cfg.get('default_scope', 'mmengine'))
     return Runner.from_cfg(cfg) if 'runner_type' not in cfg else RUNNERS.build(cfg)
 
 
@@ -66,14 +69,17 @@ def make_dependable(cfg: Config, strict: bool) -> None:
 
     Here and not in the configs, so that any config of any MM package gets it.
     """
+    if 'optimizer' in cfg.optim_wrapper:
+        class_of(cfg.optim_wrapper.optimizer, OPTIMIZERS)  # mmengine would not say which name is wrong
     hooks = cfg.setdefault('default_hooks', {})
-    checkpoint = hooks.setdefault('checkpoint', dict(type='CheckpointHook', interval=1))
-    if checkpoint and checkpoint['type'] in ('CheckpointHook', CheckpointHook):
+    checkpoint = hooks.setdefault('checkpoint', dict(type=CheckpointHook, interval=1))
+    if checkpoint and class_of(checkpoint, HOOKS) is CheckpointHook:
         checkpoint['type'] = 'WholeCheckpointHook'
-    if _is_epoch_loop(cfg.train_cfg):
-        cfg.train_cfg.pop('by_epoch', None)
-        cfg.train_cfg.type = 'ResumableEpochLoop'
-    add_hook(cfg, type='SeedByNumberHook')
+    by_epoch = cfg.train_cfg.pop('by_epoch', False)
+    upstream = EpochBasedTrainLoop if by_epoch else IterBasedTrainLoop  # without a type, by_epoch decides
+    loop = class_of(cfg.train_cfg, LOOPS) if 'type' in cfg.train_cfg else upstream
+    resumable = {EpochBasedTrainLoop: 'ResumableEpochLoop', IterBasedTrainLoop: 'ResumableIterLoop'}
+    cfg.train_cfg.type = resumable.get(loop, loop)
     add_hook(cfg, type='PendingGradientsHook')
     add_hook(cfg, type='StopOnNonFiniteHook')
     add_hook(cfg, type='ProgressHook')
@@ -82,16 +88,10 @@ def make_dependable(cfg: Config, strict: bool) -> None:
 
 
 def add_hook(cfg: Config, **hook: Any) -> None:
-    """A hook of a type that the config does not have yet."""
+    """A hook of a class that the config does not have yet."""
     present = cfg.get('custom_hooks') or []
-    if all(other.get('type') != hook['type'] for other in present):
+    if all(class_of(other, HOOKS) is not class_of(hook, HOOKS) for other in present):
         cfg.custom_hooks = [*present, hook]
-
-
-def _is_epoch_loop(train_cfg: Any) -> bool:
-    return train_cfg.get('type') in ('EpochBasedTrainLoop', EpochBasedTrainLoop) or (
-        'type' not in train_cfg and train_cfg.get('by_epoch', False)
-    )
 
 
 def _write_tensorboard_logs(cfg: Config) -> None:
@@ -99,7 +99,7 @@ def _write_tensorboard_logs(cfg: Config) -> None:
         return
     visualizer = cfg.get('visualizer') or dict(type='Visualizer')
     backends = visualizer.get('vis_backends') or [dict(type='LocalVisBackend')]
-    if all(backend['type'] != 'TensorboardVisBackend' for backend in backends):
+    if all(class_of(backend, VISBACKENDS) is not TensorboardVisBackend for backend in backends):
         backends = [*backends, dict(type='TensorboardVisBackend')]
     cfg.visualizer = dict(visualizer, vis_backends=backends)
 

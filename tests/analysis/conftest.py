@@ -1,11 +1,5 @@
-import sys
-from pathlib import Path
-
 import pytest
 from mmengine.registry import DefaultScope
-
-# The tools find the modules beside them as scripts do, by the folder that they are in.
-sys.path.insert(0, str(Path(__file__).parents[2] / 'tools' / 'analysis_tools'))
 
 
 @pytest.fixture(autouse=True)

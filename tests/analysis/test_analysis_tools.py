@@ -15,6 +15,7 @@ from PIL import Image
 
 from mmdtn.datasets import write_classification, write_coco
 from tests.training import write_classifier, write_detector
+from tools.analysis_tools import analyze_dtn, browse_dataset, compare_runs
 
 SWIN = dict(width=24, depths=(1, 1, 1, 1), num_heads=(1, 2, 3, 3), norm_heads=(1, 2, 3, 3), drop_path_rate=0.0)
 
@@ -57,8 +58,6 @@ def save(config: Path, path: Path) -> Path:
 
 
 def run(*arguments) -> Page:
-    import analyze_dtn
-
     out = Path(arguments[-1])
     analyze_dtn.main([str(a) for a in arguments])
     page = Page(out / 'report.html')
@@ -173,8 +172,6 @@ def windows_of_seven() -> float:
     ],
 )
 def test_what_cannot_be_shown_is_told(images, message, tmp_path):
-    import analyze_dtn
-
     config = tmp_path / 'swin.py'
     config.write_text(f"custom_imports = dict(imports=['mmdtn'])\nmodel = dict(type='SwinDTN', arch={SWIN})\n")
     checkpoint = save(config, tmp_path / 'swin.pth')
@@ -184,8 +181,6 @@ def test_what_cannot_be_shown_is_told(images, message, tmp_path):
 
 
 def test_a_checkpoint_of_another_model_is_told(tmp_path):
-    import analyze_dtn
-
     config = tmp_path / 'swin.py'
     config.write_text(f"custom_imports = dict(imports=['mmdtn'])\nmodel = dict(type='SwinDTN', arch={SWIN})\n")
     torch.save(dict(weight=torch.ones(1)), tmp_path / 'other.pth')
@@ -204,8 +199,6 @@ def write_run(folder: Path, losses: dict, accuracy: dict, config: str = 'vit.py'
 
 
 def test_runs_of_one_config_make_one_curve(tmp_path, capsys):
-    import compare_runs
-
     first = write_run(tmp_path / 'seed0', {10: 4.0, 20: 2.0}, {1: 50.0, 2: 70.0})
     second = write_run(tmp_path / 'seed1', {10: 2.0, 20: 1.0, 30: 0.5}, {1: 60.0, 2: 66.0, 3: 80.0})
     other = write_run(tmp_path / 'other', {10: 3.0}, {1: 10.0}, config='vit-dtn.py')
@@ -224,8 +217,6 @@ def test_runs_of_one_config_make_one_curve(tmp_path, capsys):
 
 
 def test_the_parts_of_a_resumed_run_are_one_run(tmp_path):
-    import compare_runs
-
     folder = write_run(tmp_path / 'run', {10: 4.0, 20: 9.0}, {1: 50.0})
     later = folder / '20260102_000000' / 'vis_data'
     later.mkdir(parents=True)
@@ -235,8 +226,6 @@ def test_the_parts_of_a_resumed_run_are_one_run(tmp_path):
 
 
 def test_a_metric_that_no_run_has_is_told(tmp_path):
-    import compare_runs
-
     folder = write_run(tmp_path / 'run', {10: 4.0}, {1: 50.0})
     with pytest.raises(SystemExit, match='no run has accuracy/top5; nearest: accuracy/top1'):
         compare_runs.main([str(folder), '--metrics', 'accuracy/top5', '--out', str(tmp_path / 'out')])
@@ -246,8 +235,6 @@ def test_a_metric_that_no_run_has_is_told(tmp_path):
 
 @pytest.mark.slow
 def test_browsing_draws_boxes_and_masks_where_the_pipeline_has_moved_them(shapes, tmp_path):
-    import browse_dataset
-
     config = write_detector(tmp_path / 'detector.py', shapes, masks=True)
     cfg = Config.fromfile(config)
     pictures = browse_dataset.browse(cfg, 'train', tmp_path / 'out', number=2)
@@ -264,8 +251,6 @@ def test_browsing_draws_boxes_and_masks_where_the_pipeline_has_moved_them(shapes
 
 
 def test_browsing_an_image_without_objects_and_a_classification_data_set(shapes, tmp_path):
-    import browse_dataset
-
     cfg = Config.fromfile(write_detector(tmp_path / 'detector.py', shapes))
     assert len(browse_dataset.browse(cfg, 'val', tmp_path / 'val', number=9)) == 3
     data = write_classification(tmp_path / 'data', train=5, val=5)

@@ -11,7 +11,7 @@ from mmengine.runner import Runner
 from torch import nn
 from torch.utils.data import Dataset
 
-from mmdtn.engine import PendingGradientsHook, SeedByNumberHook, WholeCheckpointHook
+from mmdtn.engine import PendingGradientsHook, WholeCheckpointHook
 
 
 class Noisy(Dataset):
@@ -82,7 +82,7 @@ def train(
         optim_wrapper=dict(optimizer=dict(type='Adam', lr=0.1), accumulative_counts=accumulate),
         param_scheduler=dict(type='ExponentialLR', gamma=0.9, by_epoch=False),
         default_hooks=dict(checkpoint=checkpoint),
-        custom_hooks=[SeedByNumberHook(), PendingGradientsHook(), watch, *hooks],
+        custom_hooks=[PendingGradientsHook(), watch, *hooks],
         load_from=None if load_from is None else str(load_from),
         resume=load_from is not None,
         randomness=dict(seed=seed),
@@ -93,5 +93,5 @@ def train(
     runner.train()
     if workers:  # left to the garbage collector, they would be waited for in vain
         runner.train_dataloader._iterator = None
-        getattr(runner.train_loop, 'dataloader_iterator', runner)._iterator = None
+        getattr(runner.train_loop, 'dataloader_iterator', runner).iterator = None
     return runner, watch

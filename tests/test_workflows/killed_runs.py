@@ -14,7 +14,7 @@ from pathlib import Path
 import mmpretrain.models  # noqa: F401
 import torch
 
-from mmdtn.engine.checkpoint import WholeFileBackend
+from mmdtn.engine.whole_checkpoint_hook import WholeFileBackend
 from tools.train import main as train
 
 

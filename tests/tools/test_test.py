@@ -7,13 +7,16 @@ import json
 import numpy as np
 import pytest
 import torch
+from mmengine.config import Config
 from mmengine.fileio import load
+from mmengine.registry import METRICS, MODELS, TRANSFORMS, init_default_scope
 from pycocotools.coco import COCO
 from pycocotools.cocoeval import COCOeval
 
 from mmdtn.datasets import write_classification, write_coco
+from mmdtn.registry import class_of
 from tests.training import write_classifier, write_detector
-from tools.test import main
+from tools.test import augment, dump_predictions, main
 from tools.train import main as train
 
 ORACLE = """
@@ -135,6 +138,32 @@ def test_detector_with_tta(tmp_path, coco):
         ]
     )
     assert len(load(tmp_path / 'a.pkl')) == 12
+
+
+@pytest.mark.parametrize('kind', ['classifier', 'detector'])
+@pytest.mark.parametrize('way', ['name', 'scope', 'class'])
+def test_options_fit_the_model_however_it_is_named(tmp_path, coco, kind, way):
+    """And whatever the default scope is: what the model's class is decides."""
+    write = write_classifier if kind == 'classifier' else write_detector
+    package = 'mmpretrain' if kind == 'classifier' else 'mmdet'
+    config = write(tmp_path / 'config.py', coco)
+    cfg = Config.fromfile(config)
+    name = cfg.model.type
+    if way == 'scope':
+        cfg.default_scope, cfg.model.type = 'mmengine', f'{package}.{name}'
+    init_default_scope(cfg.default_scope)
+    if way == 'class':
+        with MODELS.switch_scope_and_registry(None) as registry:
+            cfg.model.type = registry.get(name)
+    dump_predictions(cfg, 'out.pkl')
+    augment(cfg)
+    dump = cfg.test_evaluator[-1].type
+    assert dump == ('DumpResults' if kind == 'classifier' else 'mmdet.DumpDetResults')
+    assert cfg.model.type == ('mmpretrain.AverageClsScoreTTA' if kind == 'classifier' else 'DetTTAModel')
+    flips, (pack,) = cfg.test_dataloader.dataset.pipeline[-1].transforms
+    assert ('meta_keys' in pack) == (kind == 'detector')
+    for settings, registry in ((dict(type=dump), METRICS), (cfg.model, MODELS), (flips[0], TRANSFORMS)):
+        assert class_of(settings, registry).__module__.partition('.')[0] in (package, 'mmengine', 'mmcv')
 
 
 def test_errors(tmp_path, trained):

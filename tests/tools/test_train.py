@@ -9,8 +9,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from mmengine.config import Config
+from mmengine.hooks import CheckpointHook, EMAHook
+from mmengine.runner import EpochBasedTrainLoop, IterBasedTrainLoop
+from mmengine.visualization import TensorboardVisBackend
 
 from mmdtn.datasets import write_classification, write_coco
+from mmdtn.engine import StopOnNonFiniteHook
+from mmdtn.engine.launch import make_dependable
 from tests.training import REPO, run_tool, write_classifier, write_detector
 from tools.train import configure, main, parse_args
 
@@ -37,14 +43,17 @@ def detector(tmp_path, data):
 @pytest.mark.parametrize(
     ('change', 'expected'),
     [
-        ('model.backbone.type=PVTDTM', r"type='PVTDTM' is not in the registry \w+::model; nearest: PVTDTN"),
+        ('model.backbone.type=PVTDTM', r"type='PVTDTM' is not registered: .*; nearest: PVTDTN"),
         ('model.backbone.arch=tinny', r"PVTDTN: arch='tinny'.*; nearest: tiny"),
-        ('model.backbone.norm_cfg.type=DTM', r"type='DTM' is not in the registry \w+::model; nearest: DTN"),
+        ('model.backbone.norm_cfg.type=DTM', r"type='DTM' is not registered: .*; nearest: DTN"),
         ('model.backbone.norm_cfg.num_head=2', "DTN has no argument 'num_head'; nearest: num_heads"),
         ('model.backbone.norm_cfg.num_heads=3', 'num_heads=3 does not divide num_features=16'),
-        ('optim_wrapper.optimizer.type=AdamWW', r"type='AdamWW' is not in the registry .*optimizer; nearest: AdamW"),
-        ('param_scheduler.0.type=LinearLRR', r"type='LinearLRR' is not in the registry .*; nearest: LinearLR"),
-        ('train_dataloader.dataset.type=CustomDateset', "type='CustomDateset' .*nearest: CustomDataset"),
+        ('optim_wrapper.optimizer.type=AdamWW', r"type='AdamWW' is not registered: .*; nearest: AdamW"),
+        ('param_scheduler.0.type=LinearLRR', r"type='LinearLRR' is not registered: .*; nearest: LinearLR"),
+        (
+            'train_dataloader.dataset.type=CustomDateset',
+            "type='CustomDateset' is not registered.*; nearest: CustomDataset",
+        ),
         (
             'train_dataloader.dataset.data_root={data}/clases',
             r"{data}/clases/train does not exist: there is no 'clases' in {data}; nearest: classes",
@@ -116,11 +125,39 @@ def test_any_config_of_any_package_becomes_dependable(tmp_path, config):
     path.write_text(f"_base_ = '{config}'")
     cfg = configure(parse_args([str(path), '--strict']))
     hooks = {hook['type']: hook for hook in cfg.custom_hooks}
-    assert hooks.keys() >= {'SeedByNumberHook', 'StopOnNonFiniteHook', 'SkipBrokenImagesHook', 'PendingGradientsHook'}
+    assert hooks.keys() >= {'StopOnNonFiniteHook', 'SkipBrokenImagesHook', 'PendingGradientsHook'}
     assert hooks['SkipBrokenImagesHook']['strict']
     assert cfg.default_hooks.checkpoint.type == 'WholeCheckpointHook' and cfg.default_hooks.checkpoint.interval == 1
     assert cfg.train_cfg.type == 'ResumableEpochLoop' and 'by_epoch' not in cfg.train_cfg
     assert [backend['type'] for backend in cfg.visualizer.vis_backends] == ['LocalVisBackend', 'TensorboardVisBackend']
+
+
+@pytest.mark.parametrize(
+    'name',
+    [lambda kind: kind.__name__, lambda kind: f'mmengine.{kind.__name__}', lambda kind: kind],
+    ids=['name', 'scope', 'class'],
+)
+def test_a_type_is_recognised_however_it_is_named(name):
+    """As ``'X'``, as ``'scope.X'`` and as the class itself."""
+    cfg = Config(
+        dict(
+            default_hooks=dict(checkpoint=dict(type=name(CheckpointHook), interval=3)),
+            train_cfg=dict(type=name(IterBasedTrainLoop), max_iters=5),
+            optim_wrapper=dict(optimizer=dict(type='SGD', lr=0.1)),
+            custom_hooks=[dict(type=name(StopOnNonFiniteHook)), dict(type=name(EMAHook))],
+            visualizer=dict(type='Visualizer', vis_backends=[dict(type=name(TensorboardVisBackend))]),
+        )
+    )
+    make_dependable(cfg, strict=False)
+    assert cfg.default_hooks.checkpoint == dict(type='WholeCheckpointHook', interval=3)
+    assert cfg.train_cfg == dict(type='ResumableIterLoop', max_iters=5)
+    hooks = [hook.type for hook in cfg.custom_hooks]
+    assert hooks[:2] == [name(StopOnNonFiniteHook), name(EMAHook)]
+    assert sorted(hooks[2:]) == ['PendingGradientsHook', 'ProgressHook', 'SkipBrokenImagesHook']
+    assert len(cfg.visualizer.vis_backends) == 1
+    cfg.train_cfg = dict(type=name(EpochBasedTrainLoop), max_epochs=5)
+    make_dependable(cfg, strict=False)
+    assert cfg.train_cfg == dict(type='ResumableEpochLoop', max_epochs=5) and len(cfg.custom_hooks) == 5
 
 
 def test_resume_takes_what_is_there(tmp_path, classifier, capsys):

@@ -15,7 +15,8 @@ from mmengine.registry import DATASETS, VISUALIZERS, init_default_scope
 from mmengine.runner import set_random_seed
 from mmengine.utils import import_modules_from_strings
 
-from mmdtn.engine.errors import UserError, readable_errors
+from mmdtn.errors import UserError, readable_errors
+from mmdtn.registry import package_of
 
 SMALLEST = 480  # pixels of the longer side: smaller images are drawn enlarged, so that labels can be read
 
@@ -24,15 +25,15 @@ def browse(cfg: Config, split: str, out: Path, number: int) -> list[Path]:
     """The pictures written, of images that are spread evenly over the data set."""
     if 'custom_imports' in cfg:
         import_modules_from_strings(**cfg.custom_imports)
-    scope = cfg.get('default_scope', 'mmengine')
-    init_default_scope(scope)
+    init_default_scope(cfg.get('default_scope', 'mmengine'))
     if not cfg.get(f'{split}_dataloader'):
         raise UserError(f'the config has no {split}_dataloader.')
     set_random_seed(cfg.get('randomness', {}).get('seed') or 0)
     dataset = DATASETS.build(cfg[f'{split}_dataloader'].dataset)
     if len(dataset) == 0:
         raise UserError(f'the {split} data set is empty.')
-    kind = 'UniversalVisualizer' if scope == 'mmpretrain' else 'DetLocalVisualizer'
+    labels = package_of(type(dataset[0]['data_samples'])) == 'mmpretrain'
+    kind = 'mmpretrain.UniversalVisualizer' if labels else 'mmdet.DetLocalVisualizer'
     visualizer = VISUALIZERS.build(dict(type=kind, name=f'browse {out}'))
     visualizer.dataset_meta = dataset.metainfo
     out.mkdir(parents=True, exist_ok=True)
@@ -46,7 +47,7 @@ def browse(cfg: Config, split: str, out: Path, number: int) -> list[Path]:
         # As MMEngine's data sets read it, blue first, unless they have it from an archive, as CIFAR.
         image = data['inputs'].permute(1, 2, 0).numpy()
         image = image[..., ::-1] if sample.get('img_path') else image
-        draw = _draw_labels if kind == 'UniversalVisualizer' else _draw_boxes
+        draw = _draw_labels if labels else _draw_boxes
         draw(visualizer, np.ascontiguousarray(image), sample, path)
         written.append(path)
     return written

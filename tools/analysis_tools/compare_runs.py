@@ -10,11 +10,11 @@ import statistics
 from collections import defaultdict
 from pathlib import Path
 
-import figures
 from matplotlib.figure import Figure
-from report import DPI, write_csv
 
-from mmdtn.engine.errors import UserError, nearest, readable_errors
+from mmdtn.analysis import figures
+from mmdtn.analysis.report import DPI, write_csv
+from mmdtn.errors import UserError, nearest, readable_errors
 
 METRICS = ('loss', 'coco/bbox_mAP', 'coco/segm_mAP', 'accuracy/top1')
 LOWER_IS_BETTER = ('loss',)

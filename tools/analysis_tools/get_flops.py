@@ -13,6 +13,7 @@ from mmengine.config import Config
 from mmengine.registry import MODELS, init_default_scope
 
 from mmdtn.norms import DTN
+from mmdtn.registry import class_of, package_of
 
 
 def attention_flops(inputs: list[Any], outputs: list[Any]) -> int:
@@ -25,7 +26,7 @@ def count(config: str, shape: tuple[int, int]) -> tuple[int, int]:
     """FLOPs and parameters."""
     cfg = Config.fromfile(config)
     init_default_scope(cfg.default_scope)
-    if cfg.model.type.endswith('ImageClassifier'):
+    if package_of(class_of(cfg.model, MODELS)) == 'mmpretrain':
         cfg.model.pop('train_cfg', None)
         model = MODELS.build(cfg.model).eval()
     else:

@@ -8,10 +8,16 @@ import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
+from traceback import walk_tb
+from types import CodeType, FrameType
 
 from mmengine.config import Config
-from mmengine.registry import OPTIMIZERS, Registry, build_from_cfg
+from mmengine.registry import build_from_cfg
+
+from .registry import registered
+
+# What mmengine says of a name that no registry has.
+UNKNOWN_NAME = re.compile(r'Failed to get (\S+)$|(\S+) is not in the .+ registry\.')
 
 
 class UserError(Exception):
@@ -35,26 +41,21 @@ def explain(error: BaseException) -> str | None:
     if isinstance(error, UserError):
         # A data worker's error arrives inside a text that ends with the original one.
         return str(error).strip().rpartition(f'{type(error).__name__}: ')[2]
-    frames = list(_frames(error))
     if isinstance(error, ModuleNotFoundError):
         return f'{error}: `python -m mmdtn.doctor` tells what the environment lacks'
     if isinstance(error, OSError) and error.filename is not None:
         return _explain_path(error)
     if isinstance(error, FileNotFoundError):
         return _first_line(error)
-    for frame in reversed(frames):
-        if frame.f_code is Registry.get.__code__:
-            return _explain_name(frame.f_locals['self'], frame.f_locals['key'])
-    for frame in reversed(frames):
-        if frame.f_code is build_from_cfg.__code__:
-            kind = frame.f_locals.get('obj_cls')
-            if kind is None:  # the registry has nothing of that name
-                return _explain_name(frame.f_locals['registry'], frame.f_locals['obj_type'])
-            return _explain_argument(kind, error) or f'{kind.__name__}: {_with_nearest(_first_line(error))}'
-    for frame in reversed(frames):
-        if 'optimizer_cls' in frame.f_locals and frame.f_locals['optimizer_cls'] is None:
-            return _explain_name(OPTIMIZERS, frame.f_locals['optimizer_cfg']['type'])
-    if any(frame.f_code is Config.fromfile.__code__ for frame in frames):
+    frames = [frame for frame, _ in walk_tb(error.__traceback__)]
+    codes = [frame.f_code for frame in frames]
+    if unknown := UNKNOWN_NAME.match(_first_line(error)):
+        name = unknown[1] or unknown[2]
+        known = (other for other, _ in registered())
+        return f'type={name!r} is not registered: is it misspelt, or not in custom_imports?{nearest(name, known)}'
+    if build_from_cfg.__code__ in codes:
+        return _explain_build(error, codes)
+    if Config.fromfile.__code__ in codes:
         return _explain_config(error, frames)
     return None
 
@@ -64,13 +65,6 @@ def nearest(name: str, known: Iterable[str]) -> str:
     by_lower = {other.lower(): other for other in sorted(known)}
     close = difflib.get_close_matches(name.lower(), by_lower, n=4, cutoff=0.5)
     return f'; nearest: {", ".join(by_lower[other] for other in close)}' if close else ''
-
-
-def _frames(error: BaseException) -> Iterator[FrameType]:
-    traceback = error.__traceback__
-    while traceback is not None:
-        yield traceback.tb_frame
-        traceback = traceback.tb_next
 
 
 def _first_line(error: BaseException) -> str:
@@ -84,26 +78,18 @@ def _with_nearest(message: str) -> str:
     return message.rstrip('.') + nearest(given, known)
 
 
-def _explain_name(registry: Registry, name: str) -> str:
-    known: set[str] = set()
-    place: Registry | None = registry
-    while place is not None:
-        known |= set(place.module_dict)
-        place = place.parent
-    return f'type={name!r} is not in the registry {registry.scope}::{registry.name}{nearest(name, known)}'
-
-
-def _explain_argument(kind: type, error: BaseException) -> str | None:
-    found = re.search(r"unexpected keyword argument '(\w+)'", str(error))
-    if found is None:
-        return None
-    known: set[str] = set()
-    for base in inspect.getmro(kind) if inspect.isclass(kind) else (kind,):
-        try:
-            known |= set(inspect.signature(base).parameters) - {'self', 'args', 'kwargs'}
-        except ValueError:  # a class written in C
-            continue
-    return f'{kind.__name__} has no argument {found[1]!r}{nearest(found[1], known)}'
+def _explain_build(error: BaseException, codes: list[CodeType]) -> str:
+    """An error of a constructor, with the name of its class."""
+    message = _first_line(error)
+    classes = {kind for _, kind in registered() if inspect.isclass(kind)}
+    if found := re.search(r"(\w+)(?:\.__init__)?\(\) got an unexpected keyword argument '(\w+)'", message):
+        name, argument = found.groups()
+        kinds = {base for kind in classes if kind.__name__ == name for base in kind.__mro__ if base is not object}
+        known = {parameter for kind in kinds for parameter in inspect.signature(kind).parameters}
+        return f'{name} has no argument {argument!r}{nearest(argument, known - {"self", "args", "kwargs"})}'
+    called = codes[len(codes) - codes[::-1].index(build_from_cfg.__code__) :]
+    names = [kind.__name__ for kind in classes if called and getattr(kind.__init__, '__code__', None) is called[0]]
+    return ': '.join([*names[:1], _with_nearest(message)])
 
 
 def _explain_path(error: OSError) -> str:
@@ -121,7 +107,10 @@ def _explain_path(error: OSError) -> str:
 
 
 def _explain_config(error: BaseException, frames: list[FrameType]) -> str:
-    """With the file that was being read, which may be one that the config inherits from."""
+    """With the file that was being read, which may be one that the config inherits from.
+
+    mmengine compiles configs without their names and adds none to an error; its own variable is all there is.
+    """
     reading = [f for f in frames if f.f_code.co_filename == Config.fromfile.__code__.co_filename]
     file = next(f.f_locals['filename'] for f in reversed(reading) if 'filename' in f.f_locals)
     if isinstance(error, SyntaxError):

@@ -4,7 +4,7 @@ import shutil
 import pytest
 import torch
 
-from mmdtn.engine.checkpoint import PARTIAL, WholeFileBackend, newest_whole_checkpoint
+from mmdtn.engine.whole_checkpoint_hook import PARTIAL, WholeFileBackend, newest_whole_checkpoint
 from tests.engine.toy import train
 
 

@@ -18,7 +18,7 @@ MAP = 'viridis'
 COLUMNS = 8  # of small pictures, beyond which they are too small to read
 DASHES = ('-', '--', ':', '-.')
 MARKERS = ('o', 's', '^', 'D', 'v', 'P', 'X', '*')
-STYLE = {'font.size': 11, 'axes.grid': True, 'grid.alpha': 0.3, 'image.interpolation': 'nearest'}
+STYLE: Any = {'font.size': 11, 'axes.grid': True, 'grid.alpha': 0.3, 'image.interpolation': 'nearest'}
 
 
 def shades(number: int) -> list:
@@ -236,7 +236,7 @@ def draw_sample(ax: Axes, sample: Any, classes: Sequence[str], truth: bool, scor
         if not truth:
             instances = instances[instances.scores > score]
         colours = shades(max(len(classes), 2))
-        height, width = ax.images[0].get_array().shape[:2]
+        height, width = ax.images[0].get_size()
         for i, label in enumerate(instances.labels.tolist()):
             box = instances.bboxes[i]
             x1, y1, x2, y2 = np.asarray(getattr(box, 'tensor', box)).flatten()

@@ -6,7 +6,7 @@ from mmengine.model import BaseModel
 from mmengine.structures import BaseDataElement
 from torch import nn
 
-from mmdtn.engine.nonfinite import NonFiniteError, StopOnNonFiniteHook, first_nonfinite_layer
+from mmdtn.engine.stop_on_nonfinite_hook import NonFiniteError, StopOnNonFiniteHook, first_nonfinite_layer
 from tests.engine import toy
 
 

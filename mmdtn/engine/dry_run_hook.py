@@ -1,6 +1,6 @@
 """What a training run will need, from its first steps."""
 
-import resource
+import sys
 import tempfile
 import time
 from datetime import timedelta
@@ -53,9 +53,7 @@ class DryRunHook(Hook):
         if runner.iter + 1 < self.last:
             return
         total = step * (runner.max_iters - runner.iter)
-        lines = [
-            f'training step: {step:.3f} s, {runner.max_iters} of them in {runner.max_epochs} epochs',
-        ]
+        lines = [f'training step: {step:.3f} s, {runner.max_iters} of them in {runner.max_epochs} epochs']
         if runner.val_loop is not None:
             batches, runs = len(runner.val_dataloader), _validations(runner)
             val_step = _time_validation_step(runner)
@@ -89,4 +87,9 @@ def _wait_for_gpu() -> None:
 def _peak_memory() -> str:
     if torch.cuda.is_available():
         return f'{torch.cuda.max_memory_allocated() / 2**30:.2f} GB on the GPU'
-    return f'{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20:.2f} GB of the process'
+    try:
+        import resource
+    except ImportError:
+        return 'not known on this system'
+    unit = 1 if sys.platform == 'darwin' else 1024  # bytes of what getrusage counts
+    return f'{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30:.2f} GB of the process'

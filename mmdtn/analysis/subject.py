@@ -9,16 +9,18 @@ import mmcv
 import mmengine
 import numpy as np
 import torch
+from mmcv.transforms import LoadAnnotations, LoadImageFromFile
 from mmengine.config import Config
 from mmengine.dataset import Compose, pseudo_collate
-from mmengine.registry import DATASETS, MODELS, init_default_scope
+from mmengine.registry import DATASETS, MODELS, TRANSFORMS, init_default_scope
 from mmengine.utils import import_modules_from_strings
-from torch import nn
 
 from mmdtn import checkpoints
-from mmdtn.analysis import BlockTokens, Capture
 from mmdtn.backbones.blocks import Backbone
-from mmdtn.engine.errors import UserError
+from mmdtn.errors import UserError
+from mmdtn.registry import class_of
+
+from .capture import BlockTokens, Capture
 
 SPLITS = ('train', 'val', 'test')
 SUFFIXES = ('.jpg', '.jpeg', '.png', '.bmp', '.webp', '.tif', '.tiff')
@@ -31,7 +33,7 @@ class Subject:
     config: str
     checkpoint: str
     cfg: Config
-    model: nn.Module
+    model: Any  # a bare backbone, or mmengine's BaseModel
     classes: tuple[str, ...]
 
     def class_name(self, label: int) -> str:
@@ -143,11 +145,11 @@ def _look_with_pipeline(subject: Subject, image: dict) -> Seen:
     settings = subject.cfg.test_dataloader.dataset
     while 'dataset' in settings:
         settings = settings.dataset
-    steps = [s for s in settings.pipeline if s['type'].rpartition('.')[2] != 'LoadAnnotations' or 'instances' in image]
-    if 'img' not in image and not any(step['type'].rpartition('.')[2].startswith('LoadImage') for step in steps):
-        steps = [dict(type='LoadImageFromFile'), *steps]
+    steps = [s for s in settings.pipeline if 'instances' in image or not _is(LoadAnnotations, s)]
     if 'img' in image:
-        steps = [s for s in steps if not s['type'].rpartition('.')[2].startswith('LoadImage')]
+        steps = [step for step in steps if not _is(LoadImageFromFile, step)]
+    elif not any(_is(LoadImageFromFile, step) for step in steps):
+        steps = [dict(type=LoadImageFromFile), *steps]
     data = Compose(steps)(image)
     with Capture(subject.model) as seen:
         (sample,) = subject.model.test_step(pseudo_collate([data]))
@@ -158,6 +160,10 @@ def _look_with_pipeline(subject: Subject, image: dict) -> Seen:
         picture = data['inputs'].permute(1, 2, 0).numpy()
         picture = picture[..., ::-1] if getattr(preprocessor, 'to_rgb', False) else picture
     return Seen(_name(image), np.ascontiguousarray(picture), seen.blocks, sample)
+
+
+def _is(kind: type, step: dict) -> bool:
+    return issubclass(class_of(step, TRANSFORMS), kind)
 
 
 def _look_bare(subject: Subject, image: dict) -> Seen:

@@ -2,11 +2,10 @@ import json
 
 import numpy as np
 import pytest
-from mmengine.registry import DATASETS, DefaultScope
 from PIL import Image
 
 from mmdtn.datasets import write_coco
-from mmdtn.engine.data import DataError, coco_faults, image_fault
+from mmdtn.datasets.faults import DataError, coco_faults, image_fault
 
 
 @pytest.fixture(scope='module')
@@ -93,25 +92,3 @@ def test_whole_and_broken_images(tmp_path, kind, mode):
     assert 'cannot identify' in image_fault(str(path))
     path.unlink()
     assert image_fault(str(path)) == 'there is no such file'
-
-
-def test_a_wrong_pipeline_is_not_the_images_fault(coco, tmp_path):
-    """Only what does not decode is skipped; any other error stays an error."""
-    import mmdet.datasets  # noqa: F401
-
-    from mmdtn.engine.data import _prepare
-
-    DefaultScope.get_instance('pipeline', scope_name='mmdet')
-    dataset = DATASETS.build(
-        dict(
-            type='CocoDataset',
-            data_root=str(coco),
-            ann_file='annotations/instances_train.json',
-            data_prefix=dict(img='train/'),
-            metainfo=dict(classes=('ring',)),
-            pipeline=[dict(type='LoadImageFromFile'), dict(type='FilterAnnotations')],
-        )
-    )
-    with pytest.raises(AssertionError):
-        _prepare(dataset, dataset.prepare_data, str(tmp_path), False, 0)
-    assert not list(tmp_path.iterdir())

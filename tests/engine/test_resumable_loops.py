@@ -1,10 +1,11 @@
 import pytest
 import torch
+from torch.utils.data import BatchSampler, Sampler
 
-from mmdtn.engine.resume import _Numbered
+from mmdtn.engine import NumberedBatchSampler
 from tests.engine.toy import train
 
-BY_ITERATION = dict(type='IterBasedTrainLoop', max_iters=14)
+BY_ITERATION = dict(type='ResumableIterLoop', max_iters=14)
 
 
 def assert_same(whole, resumed, first):
@@ -94,13 +95,57 @@ def test_an_epoch_of_another_length_starts_over(tmp_path):
 
 
 def test_processes_share_one_numbering(monkeypatch):
-    """Whoever loads a sample, it is augmented alike: the world size does not matter."""
+    """Whoever loads a sample, it is augmented alike: the number of processes makes no difference."""
+
+    def numbers(rank, world_size):
+        monkeypatch.setattr('mmdtn.engine.numbered_batch_sampler.get_dist_info', lambda: (rank, world_size))
+        sampler = EveryOther(range(rank, 8, world_size))
+        batches = NumberedBatchSampler(sampler, 2, dict(type=BatchSampler, drop_last=False))
+        return {i: n for batch in batches for i, n in zip(batch.indices, batch.numbers, strict=True)}
 
     class EveryOther(list):
         epoch = 2
 
-    def numbers(rank, world_size):
-        monkeypatch.setattr('mmdtn.engine.resume.get_dist_info', lambda: (rank, world_size))
-        return {int(d): d.number for d in _Numbered(EveryOther(range(rank, 8, world_size)), 0)}
-
     assert numbers(0, 1) == numbers(0, 2) | numbers(1, 2) == {i: 16 + i for i in range(8)}
+
+
+@pytest.mark.parametrize('drop_last', [False, True])
+def test_batches_are_those_of_the_batch_sampler_within(drop_last):
+    settings = dict(type='mmdet.AspectRatioBatchSampler', drop_last=drop_last)
+    sampler = Shapes([0, 1, 2, 3, 4])
+    batches = NumberedBatchSampler(sampler, 2, settings)
+    expected = [[1, 3], [0, 2]] if drop_last else [[1, 3], [0, 2], [4]]
+    assert sorted(batch.indices for batch in batches) == sorted(expected)
+    assert len(batches) == len(expected)
+
+
+class Shapes(Sampler):
+    """Even numbers are wide, odd ones tall."""
+
+    def __init__(self, indices):
+        self.indices, self.dataset = indices, self
+
+    def get_data_info(self, index):
+        return dict(width=2 - index % 2, height=1.5)
+
+    def __len__(self):
+        return len(self.indices)
+
+    def __iter__(self):
+        return iter(self.indices)
+
+
+def test_an_iteration_loop_goes_through_a_finite_sampler_again_and_again(tmp_path):
+    """Each time in another order and with other augmentation; and exactly so after a resumption."""
+    whole = train(tmp_path / 'whole', loop=BY_ITERATION)
+    samples = torch.cat([samples for *_, samples in whole[1].seen])
+    indices = (samples[:, 0] // 1).tolist()
+    assert sorted(indices[:10]) == sorted(indices[10:20]) == list(range(10)) and indices[:10] != indices[10:20]
+    assert len(samples[:, 1].unique()) == 28
+    resumed = train(tmp_path / 'resumed', loop=BY_ITERATION, load_from=tmp_path / 'whole' / 'iter_8.pth')
+    assert_same(whole, resumed, 8)
+
+
+def test_an_iteration_loop_without_a_full_batch_ends():
+    sampler = Shapes([0])
+    assert list(NumberedBatchSampler(sampler, 2, dict(type=BatchSampler, drop_last=True), endless=True)) == []

@@ -1,0 +1,79 @@
+"""What a model did with images, gathered for a report."""
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+
+from mmdtn.norms import DTN
+
+from .attention import attention_distance
+from .capture import BlockTokens
+from .subject import Seen, Subject, look
+from .tokens import means, seen_by, variation
+
+NORMS = ('norm1', 'norm2')
+PICTURES = 3  # whose maps and predictions are drawn
+LOOKS = 4  # blocks whose maps are drawn
+
+
+@dataclass
+class Run:
+    """What one model did with all images."""
+
+    subject: Subject
+    distances: dict[str, list] = field(default_factory=lambda: defaultdict(list))  # by block
+    variations: dict[str, dict[str, list]] = field(default_factory=lambda: defaultdict(lambda: defaultdict(list)))
+    first: Seen | None = None
+    looks: list[tuple[Any, ...]] = field(default_factory=list)  # image, sample, maps
+
+    @property
+    def layers(self) -> dict[str, DTN]:
+        return {n: m for n, m in self.subject.model.named_modules() if isinstance(m, DTN)}
+
+    def norms(self) -> dict[str, tuple[BlockTokens, nn.Module, Tensor, Tensor]]:
+        """By name, as the first image passed them: the block, the norm, and the tokens before and after it."""
+        assert self.first is not None
+        return {
+            f'{b.name}.{n}': (b, b.block.get_submodule(n), b.on_grid(b.before[n]), b.on_grid(b.after[n]))
+            for b in self.first.blocks
+            for n in NORMS
+        }
+
+    def shown_norms(self) -> list[str]:
+        """First, middle and last of the DTN layers before an attention, or of all such norms where there is none."""
+        names = [n for n, (_, norm, _, _) in self.norms().items() if n.endswith('norm1') and isinstance(norm, DTN)]
+        names = names or [n for n in self.norms() if n.endswith('norm1')]
+        return [names[i] for i in sorted({0, len(names) // 2, len(names) - 1})]
+
+
+def observe(subject: Subject, images: list[dict]) -> Run:
+    run = Run(subject)
+    for i, seen in enumerate(look(subject, images)):
+        for block in seen.blocks:
+            run.distances[block.name].append(attention_distance(block))
+            for name in NORMS:
+                norm = block.block.get_submodule(name)
+                tokens = seen_by(norm, block.on_grid(block.before[name]))
+                for kind, mean in means(norm, tokens).items():
+                    values = variation(tokens, mean)
+                    run.variations[f'{block.name}.{name}'][kind].append((values.mean().item(), values.median().item()))
+        if i == 0:
+            run.first = seen
+        if i < PICTURES:
+            maps = []
+            for block in _spread_blocks(seen.blocks):
+                assert block.output is not None
+                maps.append((block.name, block.on_grid(block.output)[0].norm(dim=-1).numpy()))
+            run.looks.append((seen, maps))
+    return run
+
+
+def _spread_blocks(blocks: list[BlockTokens]) -> list[BlockTokens]:
+    """The last block of each size of map; if there is one size only, blocks that are spread evenly."""
+    last = list({block.grid: block for block in blocks}.values())
+    if len(last) > 1:
+        return last[:LOOKS]
+    count = min(LOOKS, len(blocks))
+    return [blocks[(i + 1) * len(blocks) // count - 1] for i in range(count)]

@@ -1,0 +1,91 @@
+"""What is wrong with annotation files and images."""
+
+import json
+import os
+from collections import Counter
+from pathlib import Path
+
+from PIL import Image
+
+from mmdtn.errors import UserError
+
+ENDS = dict(JPEG=b'\xff\xd9', PNG=b'IEND\xae\x42\x60\x82')
+
+
+class DataError(UserError):
+    """Data that cannot be used; with ``--strict``, any that would be left out."""
+
+
+def coco_faults(path: str) -> list[str]:
+    """What a COCO annotation file says that cannot be; an error where there is nothing in it to use.
+
+    A JSON file in another format has no faults.
+    """
+    try:
+        content = json.loads(Path(path).read_bytes())
+    except ValueError as error:
+        raise DataError(f'{path} is not JSON: {error}') from None
+    if not isinstance(content, dict) or not {'images', 'annotations', 'categories'} & content.keys():
+        return []
+    if lacking := [key for key in ('images', 'annotations', 'categories') if key not in content]:
+        raise DataError(f'{path} lacks {", ".join(lacking)}: COCO files have images, annotations and categories.')
+    if not content['images']:
+        raise DataError(f'{path} has no images.')
+    faults = []
+    images = {image['id']: image for image in content['images']}
+    categories = {category['id'] for category in content['categories']}
+    for image in images.values():
+        if min(image.get('width', 1), image.get('height', 1)) <= 0:
+            size = f'{image["width"]} x {image["height"]} pixels'
+            faults.append(f'image {image["id"]} ({image["file_name"]}) is {size}')
+    repeated = [i for i, count in Counter(a['id'] for a in content['annotations']).items() if count > 1]
+    faults += [f'annotation id {i} is used more than once' for i in repeated]
+    for annotation in content['annotations']:
+        image = images.get(annotation['image_id'])
+        name = image['file_name'] if image else 'which is not in the file'
+        where = f'annotation {annotation["id"]} of image {annotation["image_id"]} ({name})'
+        if image is None:
+            faults.append(where)
+        if annotation['category_id'] not in categories:
+            known = f'{min(categories)} to {max(categories)}' if categories else 'none'
+            faults.append(f'{where} has category {annotation["category_id"]}; the file defines {known}')
+        box = annotation.get('bbox')
+        if box is None or len(box) != 4:
+            faults.append(f'{where} has no box of four numbers, but {box}')
+        elif not (box[2] > 0 and box[3] > 0):  # NaN too
+            faults.append(f'{where} is {box[2]} x {box[3]} pixels')
+    return faults
+
+
+def image_fault(path: str) -> str | None:
+    """Why an image file cannot be used; None for a whole one, at the price of its first and last bytes.
+
+    Not every version of OpenCV refuses half a JPEG file; some fill the rest with grey.
+    """
+    try:
+        if os.path.getsize(path) == 0:
+            return 'the file is empty'
+        with Image.open(path) as image:
+            kind = image.format
+        with open(path, 'rb') as file:
+            file.seek(-min(64, os.path.getsize(path)), os.SEEK_END)
+            if kind in ENDS and ENDS[kind] in file.read():
+                return None
+    except OSError as error:
+        return _reason(error)
+    return decoding_fault(path)  # a format without a mark at its end, or bytes behind it
+
+
+def decoding_fault(path: str) -> str | None:
+    try:
+        with Image.open(path) as image:
+            image.load()
+    except Exception as error:  # decoders raise what they like
+        return _reason(error)
+    return None
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, FileNotFoundError):
+        return 'there is no such file'
+    return (getattr(error, 'strerror', None) or str(error)).partition(" '")[0]

@@ -1,0 +1,84 @@
+"""Broken training images are left out, and named."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from mmengine.dataset import BaseDataset, Compose
+from mmengine.dist import master_only
+from mmengine.hooks import Hook
+from mmengine.registry import HOOKS
+from mmengine.runner import Runner
+
+from mmdtn.datasets.faults import DataError, decoding_fault, image_fault
+
+from .data import describe, is_local, listed, note
+
+
+@HOOKS.register_module()
+class SkipBrokenImagesHook(Hook):
+    """Draws another training image for one that is missing or broken, and lists all left out at the end of the run.
+
+    It puts a check in front of the pipeline of every data set, also of one that another data set wraps, as mmdet's
+    PipelineSwitchHook does with pipelines of its own. (``LoadImageFromFile(ignore_empty=True)`` leaves files out
+    without a word, and takes half a JPEG file for a picture.)
+
+    Args:
+        strict: Stop at the first one instead.
+    """
+
+    def __init__(self, strict: bool = False) -> None:
+        self.strict = strict
+
+    def before_train(self, runner: Runner) -> None:
+        for dataset in _innermost(runner.train_dataloader.dataset):
+            if is_local(dataset):
+                dataset.pipeline = WithoutBrokenImages(dataset.pipeline, runner.log_dir, self.strict)
+
+    def after_run(self, runner: Runner) -> None:
+        _report_skipped(runner)
+
+
+class WithoutBrokenImages(Compose):
+    """A pipeline that gives None for an image that does not decode: mmengine's data sets draw another one then.
+
+    Any other error of the pipeline stays an error.
+    """
+
+    def __init__(self, pipeline: Compose, log_dir: str, strict: bool) -> None:
+        super().__init__(pipeline.transforms)
+        self.log_dir, self.strict = log_dir, strict
+
+    def __call__(self, data: dict) -> Any:
+        path = data.get('img_path')
+        if not isinstance(path, str):
+            return super().__call__(data)
+        image = dict(data)  # the transforms change it
+        fault = image_fault(path)
+        if fault is None:
+            try:
+                return super().__call__(data)
+            except Exception:  # anything can fail in a pipeline
+                fault = decoding_fault(path)
+                if fault is None:
+                    raise
+        if self.strict:
+            raise DataError(describe(image, fault))
+        note(self.log_dir, describe(image, fault))
+        return None
+
+
+@master_only
+def _report_skipped(runner: Runner) -> None:
+    files = sorted(Path(runner.log_dir).glob('skipped_images_*.txt'))
+    lines = sorted({line for file in files for line in file.read_text().splitlines()})
+    if lines:
+        runner.logger.warning(f'{len(lines)} images were skipped (see {files[0].parent}):{listed(lines)}')
+
+
+def _innermost(dataset: Any) -> Iterator[BaseDataset]:
+    if isinstance(dataset, BaseDataset):
+        yield dataset
+    for part in [getattr(dataset, 'dataset', None), *getattr(dataset, 'datasets', [])]:
+        if part is not None:
+            yield from _innermost(part)

@@ -1,0 +1,51 @@
+"""What ``import mmdtn`` needs and brings along, in a process of its own."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+WITHOUT = """
+import sys
+
+class Missing:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition('.')[0] in {missing!r}:
+            raise ModuleNotFoundError(f'No module named {{name!r}}', name=name)
+
+sys.meta_path.insert(0, Missing())
+import mmdtn
+"""
+
+
+def run(program: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, '-c', program], capture_output=True, text=True, cwd=Path(__file__).parents[1]
+    )
+
+
+def test_it_needs_neither_detection_nor_plots_nor_unix():
+    """And registers what configs name."""
+    program = WITHOUT.format(missing=('mmdet', 'mmpretrain', 'mmcv', 'resource', 'matplotlib', 'pycocotools'))
+    program += """
+from mmengine.registry import DATA_SAMPLERS, HOOKS, LOOPS, MODELS, OPTIM_WRAPPERS
+for registry, names in (
+    (MODELS, ('DTN', 'DTN2d', 'PVTDTN', 'SwinDTN', 'ViTDTN')),
+    (HOOKS, ('DTNMonitorHook', 'PendingGradientsHook', 'ProgressHook', 'SkipBrokenImagesHook',
+             'StopOnNonFiniteHook', 'WholeCheckpointHook')),
+    (LOOPS, ('ResumableEpochLoop', 'ResumableIterLoop')),
+    (DATA_SAMPLERS, ('NumberedBatchSampler',)),
+    (OPTIM_WRAPPERS, ('BFloat16OptimWrapper',)),
+):
+    for name in names:
+        assert name in registry.module_dict, name
+"""
+    done = run(program)
+    assert done.returncode == 0, done.stderr
+
+
+def test_without_opencv_a_sentence_says_what_to_install():
+    done = run(WITHOUT.format(missing=('cv2',)))
+    assert done.returncode == 1
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith('ModuleNotFoundError: mmdtn needs cv2') and 'pip install opencv-python-headless' in last
+    assert done.stderr.count('Traceback') == 1
