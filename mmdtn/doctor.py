@@ -37,7 +37,9 @@ def examine() -> Iterator[Finding]:
     )
     for name, oldest in NEEDED.items():
         yield _package(name, oldest)
+    yield _opencv()
     yield _mmcv_ops()
+    yield _torch_and_mmcv()
     yield _device()
     yield _compiler()
     yield _tensorboard()
@@ -76,6 +78,40 @@ def _version(name: str, module: ModuleType) -> tuple[str, str]:
 def _numbers(version: str) -> tuple[int, ...]:
     """``2.12.1+cu130`` to ``(2, 12, 1)``."""
     return tuple(int(part) for part in version.partition('+')[0].split('.')[:3] if part.isdigit())
+
+
+def _opencv() -> Finding:
+    """mmengine imports cv2 and declares no package that has it; mmcv and others bring one or several along."""
+    wheels = sorted(set(metadata.packages_distributions().get('cv2', [])))
+    headless = 'pip install opencv-python-headless'
+    module, error = _import('cv2')
+    if module is None and wheels:  # without a display most often: libGL.so.1 is missing
+        return Finding('opencv', error, f'pip uninstall {" ".join(wheels)}, then {headless}, which needs no display')
+    if module is None:
+        return Finding('opencv', error, f'{headless}, or opencv-python to open windows, but not both')
+    return Finding('opencv', f'{module.__version__} ({", ".join(wheels)})')
+
+
+def _torch_and_mmcv() -> Finding:
+    """mmcv's ops are compiled for one torch and one CUDA, and fail with others when they are imported or called."""
+    again = (
+        'install mmcv again, for this torch: pip install --no-build-isolation --force-reinstall --no-deps onedl-mmcv'
+    )
+    torch, _ = _import('torch')
+    ops, error = _import('mmcv.ops')
+    if torch is None or ops is None:
+        return Finding('torch + mmcv', error or 'torch cannot be imported', again)
+    ours, theirs = torch.version.cuda, ops.get_compiling_cuda_version()
+    if ours and theirs[:1].isdigit() and _numbers(ours)[0] != _numbers(theirs)[0]:
+        return Finding('torch + mmcv', f'torch for CUDA {ours}, mmcv compiled with CUDA {theirs}', again)
+    device = 'cuda' if torch.cuda.is_available() and theirs[:1].isdigit() else 'cpu'
+    boxes = torch.tensor([[0.0, 0, 4, 4], [0, 0, 4, 5], [9, 9, 12, 12]], device=device)
+    try:
+        _, kept = ops.nms(boxes, torch.tensor([0.5, 0.9, 0.7], device=device), 0.5)
+    except Exception as error:  # what a wrong binary raises
+        return Finding('torch + mmcv', f'mmcv.ops.nms fails: {str(error).strip().splitlines()[0]}', again)
+    right = kept.tolist() == [1, 2]
+    return Finding('torch + mmcv', f'mmcv.ops.nms on {device} gives {kept.tolist()}', '' if right else again)
 
 
 def _mmcv_ops() -> Finding:

@@ -1,8 +1,12 @@
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from mmdtn import doctor
+
+REPO = Path(__file__).parents[1]
 
 
 def report(capsys):
@@ -13,7 +17,7 @@ def report(capsys):
 def test_a_healthy_environment(capsys):
     code, text = report(capsys)
     assert code == 0 and 'Nothing is wrong.' in text and '->' not in text
-    for name in (*doctor.NEEDED, 'mmcv ops', 'device', 'compiler', 'tensorboard'):
+    for name in (*doctor.NEEDED, 'opencv', 'mmcv ops', 'torch + mmcv', 'device', 'compiler', 'tensorboard'):
         assert f'\nok     {name} ' in text or f'ok     {name} ' in text
 
 
@@ -30,6 +34,46 @@ def test_mmcv_without_its_ops(capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, 'mmcv.ops', None)
     code, text = report(capsys)
     assert code == 1 and 'wrong  mmcv ops' in text and 'MMCV_WITH_OPS=1' in text
+
+
+@pytest.mark.parametrize(
+    ('wheels', 'importable', 'expected'),
+    [
+        ([], False, '-> pip install opencv-python-headless, or opencv-python'),
+        (['opencv-python'], False, '-> pip uninstall opencv-python, then pip install opencv-python-headless'),
+        (['opencv-python', 'opencv-python-headless'], True, None),
+    ],
+)
+def test_opencv(capsys, monkeypatch, wheels, importable, expected):
+    everything = dict(doctor.metadata.packages_distributions(), cv2=wheels)
+    monkeypatch.setattr(doctor.metadata, 'packages_distributions', lambda: everything)
+    if not importable:
+        monkeypatch.setitem(sys.modules, 'cv2', None)
+    code, text = report(capsys)
+    assert code == (expected is not None) and (expected or 'Nothing is wrong.') in text
+
+
+def test_mmcv_compiled_for_another_torch(capsys, monkeypatch):
+    import mmcv.ops
+    import torch
+
+    def undefined(*args):
+        raise RuntimeError('nms_impl: implementation for device cpu not found.')
+
+    with monkeypatch.context() as patch:
+        patch.setattr(mmcv.ops, 'nms', undefined)
+        code, text = report(capsys)
+    assert code == 1 and 'wrong  torch + mmcv' in text and 'nms_impl' in text and '--force-reinstall' in text
+    monkeypatch.setattr(torch.version, 'cuda', '12.4')
+    monkeypatch.setattr(mmcv.ops, 'get_compiling_cuda_version', lambda: '11.8')
+    assert 'torch for CUDA 12.4, mmcv compiled with CUDA 11.8' in report(capsys)[1]
+
+
+def test_it_runs_where_the_package_cannot_be_imported():
+    block = 'import sys, runpy; sys.modules["mmengine"] = None; sys.orig_argv = ["python", "-m", "mmdtn.doctor"]; '
+    run = 'runpy.run_module("mmdtn.doctor", run_name="__main__")'
+    done = subprocess.run([sys.executable, '-c', block + run], capture_output=True, text=True, cwd=REPO)
+    assert done.returncode == 1 and 'wrong  mmengine' in done.stdout and 'Traceback' not in done.stderr
 
 
 @pytest.mark.parametrize(
