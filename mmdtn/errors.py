@@ -84,12 +84,21 @@ def _explain_build(error: BaseException, codes: list[CodeType]) -> str:
     classes = {kind for _, kind in registered() if inspect.isclass(kind)}
     if found := re.search(r"(\w+)(?:\.__init__)?\(\) got an unexpected keyword argument '(\w+)'", message):
         name, argument = found.groups()
-        kinds = {base for kind in classes if kind.__name__ == name for base in kind.__mro__ if base is not object}
-        known = {parameter for kind in kinds for parameter in inspect.signature(kind).parameters}
-        return f'{name} has no argument {argument!r}{nearest(argument, known - {"self", "args", "kwargs"})}'
-    called = codes[len(codes) - codes[::-1].index(build_from_cfg.__code__) :]
-    names = [kind.__name__ for kind in classes if called and getattr(kind.__init__, '__code__', None) is called[0]]
+        kinds = {base for kind in classes if kind.__name__ == name for base in kind.__mro__}
+        known = {parameter for kind in kinds for parameter in _parameters(kind)}
+        return f'{name} has no argument {argument!r}{nearest(argument, known)}'
+    called = codes[len(codes) - codes[::-1].index(build_from_cfg.__code__) :]  # by the last thing that was built
+    names = [kind.__name__ for kind in classes if called and _own_constructor(kind) is called[0]]
     return ': '.join([*names[:1], _with_nearest(message)])
+
+
+def _own_constructor(kind: type) -> CodeType | None:
+    return getattr(vars(kind).get('__init__'), '__code__', None)
+
+
+def _parameters(kind: type) -> set[str]:
+    code = _own_constructor(kind)
+    return set() if code is None else set(code.co_varnames[1 : code.co_argcount + code.co_kwonlyargcount])
 
 
 def _explain_path(error: OSError) -> str:

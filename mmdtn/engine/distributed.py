@@ -38,7 +38,7 @@ def run_on_cpu(cfg: Config) -> None:
 
 
 def _shard_on_cpu(cfg: Config) -> None:
-    from mmengine._strategy import FSDPStrategy
+    from mmengine._strategy import FSDPStrategy  # the name that mmengine's documentation imports it by
 
     if not issubclass(class_of(cfg.strategy, STRATEGIES), FSDPStrategy):
         return

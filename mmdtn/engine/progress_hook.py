@@ -18,7 +18,10 @@ CLEAR = '\r\x1b[K'
 
 @HOOKS.register_module()
 class ProgressHook(Hook):
-    """Draws the line where a person looks at it; in files and pipes, only mmengine's plain log lines remain."""
+    """Draws the line where a person looks at it; in files and pipes, only mmengine's plain log lines remain.
+
+    (mmengine's ``LoggerHook`` writes its lines at intervals, and its ``ProgressBar`` knows no loss.)
+    """
 
     priority = 'LOWEST'  # when the others have said what is to be shown
 

@@ -54,7 +54,7 @@ class StopOnNonFiniteHook(Hook):
 
     @torch.no_grad()
     def _after_forward(self, model: nn.Module, args: tuple, kwargs: dict, losses: Any) -> None:
-        if kwargs.get('mode') == 'loss':
+        if kwargs.get('mode') == 'loss' and isinstance(losses, dict):
             self.flag = _Flag(_unwrapped(model).parse_losses(losses)[0])
 
     def after_train_iter(self, *args: Any, **kwargs: Any) -> None:

@@ -75,6 +75,34 @@ def test_the_weights_are_those_before_the_step(tmp_path, monkeypatch):
         assert torch.equal(value, before[name])
 
 
+def test_the_flag_is_made_before_the_backward_part_and_read_after_it(tmp_path, monkeypatch):
+    """So a GPU has the backward part to do while the process waits for the flag; and no step comes before."""
+    order = []
+
+    def note(name, method):
+        return lambda *args, **kwargs: (order.append(name), method(*args, **kwargs))[1]
+
+    monkeypatch.setattr(torch.Tensor, 'isfinite', note('flag', torch.Tensor.isfinite))
+    monkeypatch.setattr(torch.Tensor, 'backward', note('backward', torch.Tensor.backward))
+    monkeypatch.setattr(torch.Tensor, 'item', note('read', torch.Tensor.item))
+    monkeypatch.setattr(torch.optim.Adam, 'step', note('step', torch.optim.Adam.step))
+
+    class Fine(Model):
+        def __init__(self):
+            super().__init__('nothing')
+
+    class Order(toy.Watch):
+        def after_train_iter(self, runner, batch_idx, data_batch=None, outputs=None):
+            runner.train_loop.stop_training = True
+            found.append(order[order.index('flag') : order.index('step') + 1])
+
+    found = []
+    monkeypatch.setattr(toy, 'Noisy', Images)
+    monkeypatch.setattr(toy, 'Toy', Fine)
+    toy.train(tmp_path, hooks=[StopOnNonFiniteHook(), Order()])
+    assert found[0] == ['flag', 'backward', 'read', 'step']
+
+
 def test_a_loss_that_breaks_after_the_last_layer(tmp_path, monkeypatch):
     class Divides(Model):
         def __init__(self):
