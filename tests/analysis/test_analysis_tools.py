@@ -115,9 +115,18 @@ def test_two_detectors_side_by_side_and_an_image_without_objects(shapes, tmp_pat
     assert {row['value'] for row in read(out / 'benchmark.csv')} == {'1', '2', '0.333333', '0.666667', '10'}
 
 
+SCOPED = """
+_scopes = dict(LoadImageFromFile='mmengine', LoadAnnotations='mmdet', Resize='mmdet', PackDetInputs='mmdet')
+for _step in test_dataloader['dataset']['pipeline']:
+    _step['type'] = _scopes[_step['type']] + '.' + _step['type']
+"""
+
+
 @pytest.mark.slow
-def test_a_detector_on_a_folder_without_annotations(shapes, tmp_path):
-    config = write_detector(tmp_path / 'detector.py', shapes)
+@pytest.mark.parametrize('more', ['', SCOPED], ids=['name', 'scope'])
+def test_a_detector_on_a_folder_without_annotations(shapes, tmp_path, more):
+    """Loading of annotations is left out, however the transforms are named."""
+    config = write_detector(tmp_path / 'detector.py', shapes, more)
     out = tmp_path / 'out'
     page = run(
         config, save(config, tmp_path / 'it.pth'), '--images', shapes / 'val', '--number', '1', '--out', out
