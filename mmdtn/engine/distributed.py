@@ -17,8 +17,9 @@ def run_on_cpu(cfg: Config) -> None:
     mmengine would ask CUDA for a device on the way to every process group, and hand a device number to DDP, which
     wants none for a model on the CPU. A process group that exists already, it takes as it is.
     """
-    dist_cfg = cfg.setdefault('env_cfg', {}).setdefault('dist_cfg', {})
-    dist_cfg.backend = 'gloo'
+    env_cfg = cfg.get('env_cfg') or {}
+    dist_cfg = dict(env_cfg.get('dist_cfg') or {}, backend='gloo')
+    cfg.env_cfg = dict(env_cfg, dist_cfg=dist_cfg)
     if cfg.get('strategy'):
         _shard_on_cpu(cfg)
     else:

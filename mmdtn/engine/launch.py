@@ -71,10 +71,10 @@ def make_dependable(cfg: Config, strict: bool) -> None:
     """
     if 'optimizer' in cfg.optim_wrapper:
         class_of(cfg.optim_wrapper.optimizer, OPTIMIZERS)  # mmengine would not say which name is wrong
-    hooks = cfg.setdefault('default_hooks', {})
-    checkpoint = hooks.setdefault('checkpoint', dict(type=CheckpointHook, interval=1))
+    hooks = cfg.get('default_hooks') or {}
+    checkpoint = hooks.get('checkpoint', dict(type=CheckpointHook, interval=1))  # mmengine's own default
     if checkpoint and class_of(checkpoint, HOOKS) is CheckpointHook:
-        checkpoint['type'] = 'WholeCheckpointHook'
+        cfg.default_hooks = dict(hooks, checkpoint=dict(checkpoint, type='WholeCheckpointHook'))
     by_epoch = cfg.train_cfg.pop('by_epoch', False)
     upstream = EpochBasedTrainLoop if by_epoch else IterBasedTrainLoop  # without a type, by_epoch decides
     loop = class_of(cfg.train_cfg, LOOPS) if 'type' in cfg.train_cfg else upstream

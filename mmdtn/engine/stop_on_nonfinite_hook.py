@@ -77,7 +77,7 @@ class StopOnNonFiniteHook(Hook):
 
     def before_save_checkpoint(self, runner: Runner, checkpoint: dict) -> None:
         """A finite loss can have a gradient that is not; the weights are then ruined one step before the loss."""
-        ruined = [name for name, value in checkpoint['state_dict'].items() if not _is_finite(value)]
+        ruined = [name for name, value in checkpoint['state_dict'].items() if not _all_finite(value)]
         if ruined:
             raise NonFiniteError(
                 f'weights are not finite after iteration {runner.iter + 1}, so no checkpoint is written: '
@@ -122,13 +122,13 @@ def first_nonfinite_layer(runner: Runner, batch: Any) -> str:
     """Runs the forward part of a training step, and names the first layer whose output is not finite."""
     model = _unwrapped(runner.model)
     for name, parameter in model.named_parameters():
-        if not _is_finite(parameter):
+        if not _all_finite(parameter):
             return f'the weights, at {name}'
     found: list[str] = []
 
     def look(name: str, module: nn.Module, inputs: Any, output: Any) -> None:
-        if not found and not all(map(_is_finite, _tensors(output))):
-            arrived = '' if all(map(_is_finite, _tensors(inputs))) else ', whose input was not finite already'
+        if not found and not _all_finite(output):
+            arrived = '' if _all_finite(inputs) else ', whose input was not finite already'
             found.append(f'{name} ({type(module).__name__}){arrived}')
 
     # A layer is done before the one that holds it, so the innermost comes first.
@@ -153,29 +153,23 @@ def _unwrapped(model: nn.Module) -> Any:
     return model.module if is_model_wrapper(model) else model
 
 
-def _is_finite(value: Any) -> bool:
-    return not (isinstance(value, Tensor) and value.is_floating_point()) or bool(value.isfinite().all())
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, dict):
-        for part in value.values():
-            yield from _tensors(part)
-    elif isinstance(value, list | tuple):
-        for part in value:
-            yield from _tensors(part)
+def _all_finite(values: Any) -> bool:
+    tensors = (leaf for leaf in _leaves(values) if isinstance(leaf, Tensor) and leaf.is_floating_point())
+    return all(bool(tensor.isfinite().all()) for tensor in tensors)
 
 
 def _image_names(batch: Any) -> Iterator[str]:
     """From the data samples, wherever they are in the batch."""
-    if hasattr(batch, 'metainfo'):
-        names = batch.metainfo
-        yield str(names.get('img_path', f'image {names.get("img_id", names.get("sample_idx", "?"))}'))
-    elif isinstance(batch, dict):
-        for part in batch.values():
-            yield from _image_names(part)
-    elif isinstance(batch, list | tuple):
-        for part in batch:
-            yield from _image_names(part)
+    for leaf in _leaves(batch):
+        if hasattr(leaf, 'metainfo'):
+            names = leaf.metainfo
+            yield str(names.get('img_path', f'image {names.get("img_id", names.get("sample_idx", "?"))}'))
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    """What dicts, lists and tuples within each other hold."""
+    if isinstance(value, dict | list | tuple):
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from _leaves(part)
+    else:
+        yield value

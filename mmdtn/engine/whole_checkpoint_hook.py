@@ -2,8 +2,7 @@
 
 import os
 import zipfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -58,23 +57,19 @@ class WholeCheckpointHook(CheckpointHook):
                 leftover.unlink()
 
     def after_train_iter(self, *args: Any, **kwargs: Any) -> None:
-        with self._deleting_last():
-            super().after_train_iter(*args, **kwargs)
+        self._delete_last(super().after_train_iter, *args, **kwargs)
 
     def after_train_epoch(self, *args: Any, **kwargs: Any) -> None:
-        with self._deleting_last():
-            super().after_train_epoch(*args, **kwargs)
+        self._delete_last(super().after_train_epoch, *args, **kwargs)
 
     def after_val_epoch(self, *args: Any, **kwargs: Any) -> None:
-        with self._deleting_last():
-            super().after_val_epoch(*args, **kwargs)
+        self._delete_last(super().after_val_epoch, *args, **kwargs)
 
-    @contextmanager
-    def _deleting_last(self) -> Iterator[None]:
+    def _delete_last(self, save: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         backend = self.file_backend
         self.file_backend = postponed = _Postponed(backend)
         try:
-            yield
+            save(*args, **kwargs)
         finally:
             self.file_backend = backend
         for remove, path in postponed.removals:

@@ -160,6 +160,13 @@ def test_a_type_is_recognised_however_it_is_named(name):
     assert cfg.train_cfg == dict(type='ResumableEpochLoop', max_epochs=5) and len(cfg.custom_hooks) == 5
 
 
+@pytest.mark.parametrize(('by_epoch', 'loop'), [(True, 'ResumableEpochLoop'), (False, 'ResumableIterLoop')])
+def test_a_loop_without_a_type_goes_by_epochs_or_iterations(by_epoch, loop):
+    cfg = Config(dict(train_cfg=dict(by_epoch=by_epoch), optim_wrapper=dict(optimizer=dict(type='SGD', lr=0.1))))
+    make_dependable(cfg, strict=False)
+    assert cfg.train_cfg == dict(type=loop) and cfg.default_hooks.checkpoint.type == 'WholeCheckpointHook'
+
+
 def test_resume_takes_what_is_there(tmp_path, classifier, capsys):
     pretrained = tmp_path / 'pretrained.pth'
     arguments = [
