@@ -1,7 +1,7 @@
 # make demo       the environment, then data, training and pictures of a small Mask R-CNN on the CPU: minutes
-# make test       the environment, lint, types and the whole test suite
-# make test-fast  the part to run every few minutes
-# make test-docs  every command of README and docs, most of an hour
+# make test       the environment, lint, types and the tests that CI runs: at most 15 minutes on two cores
+# make test-fast  the part to run every few minutes: about a minute
+# make test-all   all tests: every config, and every command of README and docs, too; more than an hour
 # An existing environment: make test PYTHON=/path/to/python
 
 VENV := .venv
@@ -13,7 +13,7 @@ READY := $(VENV)/.ready
 endif
 CREATE_WITH ?= python3
 
-.PHONY: install demo test test-fast test-docs lint
+.PHONY: install demo lint test test-fast test-all
 
 install: $(READY)
 
@@ -32,10 +32,11 @@ lint: $(READY)
 	$(PYTHON) -m mypy mmdtn
 
 test: lint
-	$(PYTHON) -m pytest -n 2 -m 'not docs' tests
+	$(PYTHON) -m pytest -n 2 -m 'not exhaustive' tests
 
 test-fast: $(READY)
-	$(PYTHON) -m pytest -n 2 -m 'not slow and not docs' tests
+	$(PYTHON) -m pytest -n 2 -m 'not slow and not exhaustive' tests
 
-test-docs: $(READY)
-	$(PYTHON) -m pytest -n 0 -v tests/test_docs.py tests/test_workflows/test_documented_commands.py
+test-all: lint
+	$(PYTHON) -m pytest -n 2 -m 'not exhaustive' tests
+	$(PYTHON) -m pytest -n 0 -v -m exhaustive tests

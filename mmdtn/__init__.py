@@ -17,5 +17,5 @@ except ModuleNotFoundError as error:
     message = 'mmdtn needs cv2, which mmengine imports: pip install opencv-python-headless (or opencv-python, not both)'
     raise ModuleNotFoundError(message, name='cv2') from None
 
-__version__ = '0.1.0'
+__version__ = '0.2.0'
 __all__ = ['backbones', 'engine', 'norms']

@@ -1,6 +1,11 @@
-"""What this environment has, what is wrong with it, and how to mend it: python -m mmdtn.doctor"""
+"""What this environment has, what is wrong with it, and how to mend it: python -m mmdtn.doctor
 
+It also builds DTN's C++, which takes 10 to 20 seconds the first time.
+"""
+
+import ctypes
 import importlib
+import os
 import platform
 import shutil
 import sys
@@ -41,7 +46,9 @@ def examine() -> Iterator[Finding]:
     yield _mmcv_ops()
     yield _torch_and_mmcv()
     yield _device()
-    yield _compiler()
+    yield _kernels_for_cpus()
+    yield _kernels_for_gpus()
+    yield from _switched_off()
     yield _tensorboard()
 
 
@@ -60,7 +67,11 @@ def _import(name: str) -> tuple[ModuleType | None, str]:
     try:
         return importlib.import_module(name), ''
     except Exception as error:  # a broken build raises anything
-        return None, f'cannot be imported: {str(error).strip().splitlines()[0] if str(error) else type(error).__name__}'
+        return None, f'cannot be imported: {_first_line(error)}'
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition('\n')[0] or type(error).__name__
 
 
 def _is_absent(name: str) -> bool:
@@ -109,7 +120,7 @@ def _torch_and_mmcv() -> Finding:
     try:
         _, kept = ops.nms(boxes, torch.tensor([0.5, 0.9, 0.7], device=device), 0.5)
     except Exception as error:  # what a wrong binary raises
-        return Finding('torch + mmcv', f'mmcv.ops.nms fails: {str(error).strip().splitlines()[0]}', again)
+        return Finding('torch + mmcv', f'mmcv.ops.nms fails: {_first_line(error)}', again)
     right = kept.tolist() == [1, 2]
     return Finding('torch + mmcv', f'mmcv.ops.nms on {device} gives {kept.tolist()}', '' if right else again)
 
@@ -144,10 +155,48 @@ def _device() -> Finding:
     )
 
 
-def _compiler() -> Finding:
-    """What ``norm_cfg=dict(compiled=True)`` needs; without one it runs uncompiled, so nothing is wrong then."""
-    found = next((path for path in map(shutil.which, ('g++', 'clang++', 'cl')) if path), None)
-    return Finding('compiler', found or 'none: compiled=True will run uncompiled, with a warning')
+def _kernels_for_cpus() -> Finding:
+    """Builds DTN's C++ where it is missing. Without it DTN runs in plain torch: no fault where a GPU is used."""
+    torch, _ = _import('torch')
+    dtn_cpu, error = _import('mmdtn.ops.dtn_cpu')
+    if torch is None or dtn_cpu is None:
+        return Finding('DTN in C++', error, 'mend torch and mmengine first')
+    try:
+        library = dtn_cpu.build()
+        ctypes.CDLL(str(library))
+    except Exception as error:  # compiler, ninja, setuptools and file system have no error in common
+        found = f'none, DTN runs in plain torch on CPUs: {_first_line(error)}'
+        if torch.cuda.is_available() or platform.system() == 'Windows':
+            return Finding('DTN in C++', found)
+        see = 'python -c "from mmdtn.ops import dtn_cpu; dtn_cpu.build()" shows all that the compiler says'
+        return Finding('DTN in C++', found, f'install a C++ compiler (Debian: apt-get install g++) and ninja; {see}')
+    return Finding('DTN in C++', str(library))
+
+
+def _kernels_for_gpus() -> Finding:
+    torch, _ = _import('torch')
+    triton, error = _import('triton')
+    version = f'triton {_version("triton", triton)[1]}' if triton else 'no triton'
+    if torch is None or not torch.cuda.is_available():
+        return Finding('DTN in Triton', f'{version}; no GPU to run on')
+    if triton is None:
+        mend = 'pip install triton' if platform.system() == 'Linux' else ''
+        return Finding('DTN in Triton', f'none, DTN runs in plain torch on GPUs: triton {error}', mend)
+    dtn_triton, error = _import('mmdtn.ops.dtn_triton')
+    if dtn_triton is None:
+        return Finding('DTN in Triton', error, 'mend mmengine first')
+    for i in range(torch.cuda.device_count()):
+        if wrong := dtn_triton.self_check(torch.device('cuda', i)):
+            report = 'results are right, but slower. Please report this line, with the GPU and the versions above'
+            return Finding(
+                'DTN in Triton', f'{version} fails its check on GPU {i}, so plain torch runs: {wrong}', report
+            )
+    return Finding('DTN in Triton', f'{version} gives the same numbers as plain torch')
+
+
+def _switched_off() -> Iterator[Finding]:
+    if os.environ.get('MMDTN_BACKEND') == 'reference':
+        yield Finding('MMDTN_BACKEND', 'reference: DTN runs in plain torch everywhere', 'unset it, but for debugging')
 
 
 def _tensorboard() -> Finding:

@@ -16,8 +16,10 @@ from mmengine.registry import build_from_cfg
 
 from .registry import registered
 
-# What mmengine says of a name that no registry has.
-UNKNOWN_NAME = re.compile(r'Failed to get (\S+)$|(\S+) is not in the .+ registry\.')
+# What mmengine, and build_norm, say of a name that no registry has.
+UNKNOWN_NAME = re.compile(
+    r"Failed to get (\S+)$|(\S+) is not in the .+ registry\.|norm_cfg has type='(\S+)', which nothing registered"
+)
 
 
 class UserError(Exception):
@@ -50,7 +52,7 @@ def explain(error: BaseException) -> str | None:
     frames = [frame for frame, _ in walk_tb(error.__traceback__)]
     codes = [frame.f_code for frame in frames]
     if unknown := UNKNOWN_NAME.match(_first_line(error)):
-        name = unknown[1] or unknown[2]
+        name = unknown[unknown.lastindex or 0]
         known = (other for other, _ in registered())
         return f'type={name!r} is not registered: is it misspelt, or not in custom_imports?{nearest(name, known)}'
     if build_from_cfg.__code__ in codes:

@@ -58,5 +58,7 @@ step "timm, pycocotools, test tools" "check the network" \
   pip -r requirements/runtime.txt -r requirements/tests.txt
 step "mmdtn itself, editable" "run it again with: $python -m pip install --no-build-isolation -e ." \
   pip --no-build-isolation --no-deps -e .
+step "DTN's C++ (10 to 20 seconds)" "it needs a compiler of C++20 (Debian: apt-get install g++); $python -m mmdtn.doctor tells more" \
+  "$python" -c 'from mmdtn.ops import dtn_cpu; dtn_cpu.build()'
 rm -f "$log"
 echo "==> environment ready after $(( (SECONDS - started) / 60 )) min $(( (SECONDS - started) % 60 )) s"

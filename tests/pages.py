@@ -18,6 +18,6 @@ def commands() -> dict[str, str]:
         text = page.read_text()
         for line in re.findall(r'^ {4}(.+)$', text, re.M) + re.findall(r'`([^`\n]+)`', text):
             line = re.sub(r'\s+#.*$', '', line)
-            if re.match(r'([A-Z_]+=\S+ )*(python |make |tools/\S+\.(py|sh)|requirements/\S+\.sh)', line):
+            if re.match(r'([A-Z_]+=\S+ )*(python|make|tools/\S+\.(py|sh)|requirements/\S+\.sh) ', line):
                 found.setdefault(line, named(page))
     return found

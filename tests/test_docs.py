@@ -46,8 +46,12 @@ def test_commands_exist_with_their_options(line):
         assert f"'{option}'" in source, option
 
 
-def test_the_layers_example_of_the_readme_runs():
-    (code,) = re.findall(r'((?: {4}.*DTN.*\n){4})', (REPO / 'README.md').read_text())
+def test_the_readme_is_read_in_two_minutes():
+    assert len((REPO / 'README.md').read_text().splitlines()) <= 120
+
+
+def test_the_layers_example_runs():
+    (code,) = re.findall(r'((?: {4}.*DTN.*\n){4})', (REPO / 'docs' / 'api.md').read_text())
     height, width = 5, 7
     names = dict(
         tokens=torch.randn(2, height, width, 64), image=torch.randn(2, 64, height, width), height=height, width=width
@@ -59,11 +63,23 @@ def test_the_layers_example_of_the_readme_runs():
     assert eval(lines[2], names).shape == (2, 35, 64)
 
 
-def test_the_guides_detector_is_one(tmp_path):
-    text = (REPO / 'docs' / 'configs.md').read_text()
-    (block,) = re.findall(
-        r'((?: {4}.*\n)+)', text.partition('## A detector of your own')[2].partition('`norm` catches')[0]
-    )
+def test_the_other_examples_of_the_api_run():
+    text = (REPO / 'docs' / 'api.md').read_text()
+    (build,) = re.findall(r'((?: {4}.*build_norm.*\n){2})', text)
+    names = {}
+    *imports, last = (line.strip() for line in build.splitlines())
+    exec('\n'.join(imports), names)
+    assert repr(eval(last, names)) == 'DTN(64, num_heads=4, pool_size=2)'
+    imports, last = re.findall(r' {4}(from mmdtn\.ops .+)\n {4}(.+)\n', text)[0]
+    vectors = dict(weight=torch.ones(8), bias=torch.zeros(8), position=torch.zeros(2, 3))
+    names = vectors | dict(tokens=torch.randn(1, 4, 6, 8), mean_lambda=torch.rand(2), var_lambda=torch.rand(2))
+    exec(imports, names)
+    assert eval(last, names).shape == (1, 4, 6, 8)
+
+
+@pytest.mark.parametrize('page', ['README.md', 'docs/configs.md'])
+def test_the_detector_of_your_own_is_one(tmp_path, page):
+    (block,) = re.findall(r'((?: {4}.*\n)+)', (REPO / page).read_text().partition(' of your own\n')[2])[:1]
     (tmp_path / 'mine.py').write_text('\n'.join(line[4:] for line in block.splitlines()))
     cfg = Config.fromfile(tmp_path / 'mine.py')
     backbone = MODELS.build(cfg.model.backbone)
@@ -90,7 +106,8 @@ def test_troubleshooting_quotes_messages_that_exist():
         'does not divide num_features',
         'DTN takes B x H x W x C',
         'The class token cannot join before block',
-        'DTN runs uncompiled: torch.compile failed here',
+        'DTN runs in plain torch, several times slower, as its C++ could not be built (',
+        'DTN needs compiled= no more, and ignores it',
         'There is no checkpoint',
         'The target has DTN layers, of which the file has no',
         'A warm start needs norm_cfg=',

@@ -1,12 +1,23 @@
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from mmdtn import doctor
+from mmdtn.ops import dtn_cpu, dtn_triton
 
 REPO = Path(__file__).parents[1]
+COMPILER = """#!/bin/sh
+# Says that it is GCC, leaves out what it is asked to compile, and links an empty library.
+case "$*" in
+  *-shared*) while [ "$1" != -o ]; do shift; done; exec gcc -shared -o "$2" -x c /dev/null ;;
+  *-c\\ *) while [ "$1" != -o ]; do shift; done; : > "$2" ;;
+  *) exec gcc "$@" ;;
+esac
+"""
 
 
 def report(capsys):
@@ -17,7 +28,16 @@ def report(capsys):
 def test_a_healthy_environment(capsys):
     code, text = report(capsys)
     assert code == 0 and 'Nothing is wrong.' in text and '->' not in text
-    for name in (*doctor.NEEDED, 'opencv', 'mmcv ops', 'torch + mmcv', 'device', 'compiler', 'tensorboard'):
+    for name in (
+        *doctor.NEEDED,
+        'opencv',
+        'mmcv ops',
+        'torch + mmcv',
+        'device',
+        'DTN in C++',
+        'DTN in Triton',
+        'tensorboard',
+    ):
         assert f'\nok     {name} ' in text or f'ok     {name} ' in text
 
 
@@ -34,6 +54,60 @@ def test_mmcv_without_its_ops(capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, 'mmcv.ops', None)
     code, text = report(capsys)
     assert code == 1 and 'wrong  mmcv ops' in text and 'MMCV_WITH_OPS=1' in text
+
+
+def test_the_cpp_kernels_are_there():
+    """CI fails without them: the reference would pass every other test."""
+    assert dtn_cpu.works(torch.device('cpu'))
+
+
+def test_the_cpp_kernels_are_built_where_they_are_missing(capsys, monkeypatch, tmp_path):
+    """By a compiler that writes an empty library: the real one takes 10 seconds, and test_dtn_cpu.py runs it."""
+    built = tmp_path / 'extensions'
+    compiler = tmp_path / 'c++'
+    compiler.write_text(COMPILER)
+    compiler.chmod(0o755)
+    monkeypatch.setenv('TORCH_EXTENSIONS_DIR', str(built))
+    monkeypatch.setenv('CXX', str(compiler))
+    code, text = report(capsys)
+    (library,) = built.iterdir()
+    assert code == 0 and re.search(rf'ok     DTN in C\+\+ +{library}\n', text)
+
+
+def test_cpp_kernels_that_cannot_be_built(capsys, monkeypatch, tmp_path):
+    monkeypatch.setenv('TORCH_EXTENSIONS_DIR', str(tmp_path))
+    monkeypatch.setenv('CXX', '/bin/false')
+    code, text = report(capsys)
+    assert code == 1 and 'wrong  DTN in C++' in text and 'apt-get install g++' in text
+    monkeypatch.setattr(torch.cuda, 'is_available', lambda: True)  # C++ is of no use there
+    monkeypatch.setattr(torch.cuda, 'device_count', lambda: 0)
+    assert 'ok     DTN in C++' in report(capsys)[1]
+
+
+@pytest.mark.parametrize(
+    ('found', 'expected'),
+    [
+        (None, 'gives the same numbers as plain torch'),
+        ('output differs by 3', 'GPU 0, so plain torch runs: output diff'),
+    ],
+)
+def test_triton_on_a_gpu_is_checked(capsys, monkeypatch, found, expected):
+    checked = []
+    monkeypatch.setattr(torch.cuda, 'is_available', lambda: True)
+    monkeypatch.setattr(torch.cuda, 'device_count', lambda: 1)
+    monkeypatch.setattr(torch.cuda, 'get_device_name', lambda i: 'a GPU')
+    monkeypatch.setattr(dtn_triton, 'self_check', lambda device: checked.append(device) or found, raising=False)
+    code, text = report(capsys)
+    assert code == 1 and checked == [torch.device('cuda', 0)], 'mmcv has no CUDA here'
+    assert expected in text and ('wrong  DTN in Triton' in text) == bool(found)
+    monkeypatch.setitem(sys.modules, 'triton', None)
+    assert '-> pip install triton' in report(capsys)[1]
+
+
+def test_a_back_end_that_is_switched_off(capsys, monkeypatch):
+    monkeypatch.setenv('MMDTN_BACKEND', 'reference')
+    code, text = report(capsys)
+    assert code == 1 and 'wrong  MMDTN_BACKEND' in text
 
 
 @pytest.mark.parametrize(
@@ -69,6 +143,7 @@ def test_mmcv_compiled_for_another_torch(capsys, monkeypatch):
     assert 'torch for CUDA 12.4, mmcv compiled with CUDA 11.8' in report(capsys)[1]
 
 
+@pytest.mark.slow
 def test_it_runs_where_the_package_cannot_be_imported():
     block = 'import sys, runpy; sys.modules["mmengine"] = None; sys.orig_argv = ["python", "-m", "mmdtn.doctor"]; '
     run = 'runpy.run_module("mmdtn.doctor", run_name="__main__")'

@@ -4,6 +4,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 WITHOUT = """
 import sys
 
@@ -43,6 +45,7 @@ for registry, names in (
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 def test_without_opencv_a_sentence_says_what_to_install():
     done = run(WITHOUT.format(missing=('cv2',)))
     assert done.returncode == 1

@@ -1,11 +1,15 @@
 """The wheel brings configs and tools along, and other people's configs inherit from them."""
 
+import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import modelindex
 import pytest
+
+import mmdtn
 
 REPO = Path(__file__).parents[1]
 
@@ -15,6 +19,8 @@ from mmengine.config import Config
 assert mmdtn.__file__.startswith({site!r}), mmdtn.__file__
 cfg = Config.fromfile('mine.py')
 assert cfg.model.backbone.type == 'PVTDTN' and cfg.train_cfg.max_epochs == 3
+from mmdtn.ops import dtn_cpu
+assert str(dtn_cpu.SOURCE).startswith({site!r}) and dtn_cpu.works('cpu')
 """
 
 
@@ -31,7 +37,7 @@ def test_a_wheel_is_whole(tmp_path):
         (source / name).parent.mkdir(parents=True, exist_ok=True)
         (source / name).write_bytes((REPO / name).read_bytes())
     pip('wheel', '--no-deps', '--no-build-isolation', '-w', tmp_path, source)
-    (wheel,) = tmp_path.glob('mmdtn-*.whl')
+    (wheel,) = tmp_path.glob(f'mmdtn-{mmdtn.__version__}-*.whl')
     site = tmp_path / 'site'
     pip('install', '--no-deps', '--target', site, wheel)
     for folder in ('configs', 'tools'):
@@ -45,8 +51,13 @@ def test_a_wheel_is_whole(tmp_path):
         "_base_ = 'mmdtn::pvt/retinanet_pvt-t-dtn_fpn_1x_coco.py'\ntrain_cfg = dict(max_epochs=3)\n"
     )
     use = [sys.executable, '-c', USE.format(site=str(site))]
-    done = subprocess.run(use, cwd=tmp_path, env={'PYTHONPATH': str(site)}, capture_output=True, text=True)
+    env = {name: value for name, value in os.environ.items() if name != 'PYTHONPATH'} | {'PYTHONPATH': str(site)}
+    done = subprocess.run(use, cwd=tmp_path, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_the_changelog_begins_with_this_version():
+    assert re.findall(r'^## (.+)$', (REPO / 'CHANGELOG.md').read_text(), re.M)[0] == mmdtn.__version__
 
 
 def test_the_index_names_every_family():

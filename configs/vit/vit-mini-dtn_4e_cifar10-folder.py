@@ -1,2 +1,2 @@
 _base_ = './vit-mini_4e_cifar10-folder.py'
-model = dict(backbone=dict(norm_cfg=dict(type='DTN', compiled=True)))
+model = dict(backbone=dict(norm_cfg=dict(type='DTN')))

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from mmdtn.backbones.blocks import SpatialReductionAttention
+from mmdtn.backbones import layers
 from mmdtn.backbones.swin import WindowAttention
 
 from .capture import BlockTokens
@@ -61,7 +61,7 @@ def attention(seen: BlockTokens, image: int = 0) -> Iterator[Attention]:
         module(x)
     if isinstance(module, WindowAttention):
         yield from _of_windows(module, record, seen.grid)
-    elif isinstance(module, SpatialReductionAttention):
+    elif isinstance(module, layers.Attention):
         yield from _of_whole_map(module, record, seen)
     else:
         raise TypeError(f'{seen.name}: the places of the keys of {type(module).__name__} are not known here.')
@@ -96,7 +96,7 @@ class _Record(TorchFunctionMode):
         return (scores if self.mask is None else scores + self.mask[..., start:stop, :]).softmax(-1)
 
 
-def _of_whole_map(module: SpatialReductionAttention, record: _Record, seen: BlockTokens) -> Iterator[Attention]:
+def _of_whole_map(module: layers.Attention, record: _Record, seen: BlockTokens) -> Iterator[Attention]:
     height, width = seen.grid
     queries = places(height, width)
     keys, first = queries, 0

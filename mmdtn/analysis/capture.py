@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from mmdtn.backbones.blocks import Block
+from mmdtn.backbones.layers import Block
 
 
 @dataclass

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from mmdtn.norms import DTN
-from mmdtn.norms.kernels import axis_kernel
+from mmdtn.ops.reference import axis_kernel
 
 
 @torch.no_grad()
@@ -38,11 +38,13 @@ def kernels(layer: DTN, height: int, width: int) -> tuple[Tensor, Tensor]:
     For a layer that pools, ``h x w`` are cells.
     """
     h, w = -(-height // layer.pool_size), -(-width // layer.pool_size)
-    if layer.settings.identity:
-        rows, columns = (torch.eye(n).expand(layer.num_heads, n, n) for n in (w, h))
-        return rows, columns
-    position = torch.zeros(layer.num_heads, 3) if layer.position is None else layer.position.detach().float()
-    return axis_kernel(position, w, axis=1), axis_kernel(position, h, axis=2)
+    rows, columns = (axis_kernel(position(layer), n, axis, layer.settings.identity) for n, axis in ((w, 2), (h, 1)))
+    return rows, columns
+
+
+def position(layer: DTN) -> Tensor:
+    """Coefficients of P, ``K x 3``: zeros where P is the same for all."""
+    return torch.zeros(layer.num_heads, 3) if layer.position is None else layer.position.detach().float()
 
 
 def attended(layer: DTN, height: int, width: int, query: tuple[int, int]) -> Tensor:

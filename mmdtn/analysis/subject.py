@@ -16,7 +16,7 @@ from mmengine.registry import DATASETS, MODELS, TRANSFORMS, init_default_scope
 from mmengine.utils import import_modules_from_strings
 
 from mmdtn import checkpoints
-from mmdtn.backbones.blocks import Backbone
+from mmdtn.backbones.base import Backbone
 from mmdtn.errors import UserError
 from mmdtn.registry import class_of
 

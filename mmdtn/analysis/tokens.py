@@ -4,9 +4,9 @@ import torch
 from torch import Tensor, nn
 
 from mmdtn.norms import DTN
-from mmdtn.norms.cells import mean_of_cells, split
+from mmdtn.ops.reference import by_head, neighbourhood, on_tokens
 
-from .neighbourhood import kernels, lambdas
+from .neighbourhood import lambdas, position
 
 
 def magnitudes(tokens: Tensor, num_heads: int) -> Tensor:
@@ -23,10 +23,7 @@ def variation(tokens: Tensor, mean: Tensor) -> Tensor:
 @torch.no_grad()
 def seen_by(norm: nn.Module, tokens: Tensor) -> Tensor:
     """The tokens that a norm takes statistics of: for DTN with ``prenorm`` each head's slice over its RMS."""
-    if not isinstance(norm, DTN) or not norm.settings.prenorm:
-        return tokens
-    z = tokens.unflatten(-1, (norm.num_heads, -1))
-    return (z * (z.square().mean(-1, keepdim=True) + norm.settings.eps).rsqrt()).flatten(-2)
+    return by_head(tokens, norm.num_heads, norm.settings).flatten(-2) if isinstance(norm, DTN) else tokens
 
 
 @torch.no_grad()
@@ -37,21 +34,12 @@ def means(norm: nn.Module, tokens: Tensor) -> dict[str, Tensor]:
     """
     found = dict(LN=tokens.mean(-1, keepdim=True), IN=tokens.mean((1, 2), keepdim=True))
     if isinstance(norm, DTN):
-        by_head = tokens.unflatten(-1, (norm.num_heads, -1))
+        z = tokens.unflatten(-1, (norm.num_heads, -1))
+        mean, _ = neighbourhood(z, position(norm).to(tokens), norm.settings)
         share = lambdas(norm)[0].to(tokens)[:, None]
-        mixed = share * found['LN'][..., None] + (1 - share) * _neighbourhood_mean(norm, by_head)
+        mixed = share * found['LN'][..., None] + (1 - share) * on_tokens(mean, z, norm.pool_size)
         found['DTN'] = mixed.flatten(-2)
     return found
-
-
-def _neighbourhood_mean(norm: DTN, tokens: Tensor) -> Tensor:
-    """``P x`` of ``B x H x W x K x c``, by cells if the layer pools."""
-    height, width, side = *tokens.shape[1:3], norm.pool_size
-    cells, present = split(tokens.flatten(-2), side)
-    pooled = mean_of_cells(cells.unflatten(-1, tokens.shape[-2:]), present)
-    rows, columns = (kernel.to(tokens) for kernel in kernels(norm, height, width))
-    mixed = torch.einsum('kyv,kxu,bvukc->byxkc', columns, rows, pooled)
-    return mixed.repeat_interleave(side, 1).repeat_interleave(side, 2)[:, :height, :width]
 
 
 def principal_components(tokens: Tensor, number: int = 2) -> tuple[Tensor, Tensor]:

@@ -10,14 +10,10 @@ from mmengine.registry import MODELS
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from .blocks import (
-    Backbone,
-    Block,
-    SpatialReductionAttention,
-    block_norm_cfg,
-    drop_path_rates,
-    pad_to_multiple,
-)
+from mmdtn.norms import DTN, Place, needs_grid, norm_class
+
+from .base import Backbone
+from .layers import Attention, Block, drop_path_rates, pad_to_multiple
 
 STAGES = 4
 POOL_SIZES = (4, 2, 1, 1)  # at 224 px always a 14 x 14 grid of statistics
@@ -76,7 +72,7 @@ class PVTDTN(Backbone):
         self.version = a['version']
         self.num_features = a['widths'][-1]
         self.takes_class_token = out_type == 'cls_token' and self.version == 1
-        if self.takes_class_token and norm_cfg['type'] == 'DTN' and STAGES - 1 in dtn_stages:
+        if self.takes_class_token and needs_grid(norm_cfg) and STAGES - 1 in dtn_stages:
             raise ValueError(
                 'The class token joins PVT at its last stage, where DTN then has no grid: leave 3 out of dtn_stages.'
             )
@@ -96,7 +92,8 @@ class PVTDTN(Backbone):
                     mlp_ratio=a['mlp_ratios'][i],
                     sr_ratio=a['sr_ratios'][i],
                     drop_paths=list(itertools.islice(drop_paths, a['depths'][i])),
-                    norm_cfg=block_norm_cfg(cfg, a['norm_heads'][i], POOL_SIZES[i]),
+                    norm_cfg=cfg,
+                    place=Place(a['norm_heads'][i], POOL_SIZES[i], eps=1e-6),
                     first=i == 0,
                     version=self.version,
                     side=side,
@@ -107,6 +104,8 @@ class PVTDTN(Backbone):
             self.cls_token = nn.Parameter(torch.zeros(1, 1, 1, self.num_features))
             self.cls_pos = nn.Parameter(torch.zeros(1, 1, 1, self.num_features))
             self.norm = nn.LayerNorm(self.num_features, eps=1e-6)
+        if with_cp:
+            self.check_checkpointing()
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         maps = []
@@ -143,6 +142,7 @@ class Stage(nn.Module):
         sr_ratio: int,
         drop_paths: list[float],
         norm_cfg: dict[str, Any],
+        place: Place,
         first: bool,
         version: int,
         side: int,
@@ -155,10 +155,11 @@ class Stage(nn.Module):
         self.blocks = nn.ModuleList(
             Block(
                 channels,
-                SpatialReductionAttention(channels, num_heads, sr_ratio, norm_eps=1e-5 if version == 2 else 1e-6),
+                Attention(channels, num_heads, sr_ratio, norm_eps=1e-5 if version == 2 else 1e-6),
                 mlp_ratio,
                 drop_path,
                 norm_cfg,
+                place,
                 conv=version == 2,
             )
             for drop_path in drop_paths
@@ -204,7 +205,7 @@ def _arch(arch: str | dict, norm_cfg: dict[str, Any]) -> dict[str, Any]:
     if base is not None:
         if base not in ARCHS:
             raise ValueError(f'arch={base!r}: choose one of {list(ARCHS)}, or a dict of {list(ARCHS["tiny"])}.')
-        heads = DTN_HEADS if norm_cfg['type'] == 'DTN' else LN_HEADS
+        heads = DTN_HEADS if issubclass(norm_class(norm_cfg), DTN) else LN_HEADS
         said = dict(ARCHS[base], num_heads=heads) | said
     fields = {*ARCHS['tiny'], 'num_heads'}
     if missing := fields - said.keys():

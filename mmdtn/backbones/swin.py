@@ -11,7 +11,10 @@ from timm.models import swin_transformer
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from .blocks import Backbone, Block, drop_path_rates
+from mmdtn.norms import Place
+
+from .base import Backbone
+from .layers import Block, drop_path_rates
 
 STAGES = 4
 MLP_RATIO = 4
@@ -80,7 +83,7 @@ class SwinDTN(Backbone):
         )
         self.stages = nn.ModuleList()
         for i in range(STAGES):
-            heads = dict(num_heads=a['norm_heads'][i], pool_size=pool_sizes[i])
+            place = Place(a['norm_heads'][i], pool_sizes[i])
             blocks = [
                 Block(
                     widths[i],
@@ -93,13 +96,16 @@ class SwinDTN(Backbone):
                     ),
                     MLP_RATIO,
                     next(drop_paths),
-                    heads | norm_cfg if norm_cfg['type'] == 'DTN' else norm_cfg,
+                    norm_cfg,
+                    place,
                 )
                 for j in range(a['depths'][i])
             ]
             self.stages.append(Stage(widths[i - 1] if i > 0 else None, blocks, with_cp))
         for i in self.out_indices:
             self.add_module(f'norm{i}', nn.LayerNorm(widths[i]))
+        if with_cp:
+            self.check_checkpointing()
 
     def init_weights(self) -> None:
         super().init_weights()
@@ -165,17 +171,18 @@ class WindowAttention(swin_transformer.WindowAttention):
         B, H, W, C = x.shape
         side, K = self.side, self.num_heads
         shift = self.shift if self.shift_alone or min(H, W) > side else 0
-        if H % side or W % side:
-            x = F.pad(x, (0, 0, 0, -W % side, 0, -H % side))
+        rows, columns = (H + side - 1) // side, (W + side - 1) // side
+        below, right = rows * side - H, columns * side - W
+        if torch.compiler.is_exporting() or below or right:  # an exported program pads for every size
+            x = F.pad(x, (0, 0, 0, right, 0, below))
         if shift:
             x = x.roll((-shift, -shift), (1, 2))
-        rows, columns = x.shape[1] // side, x.shape[2] // side
         bias = self.relative_position_bias_table[self.relative_position_index].permute(2, 0, 1)
         if shift:
             bias = _of_all_windows(bias + self.cuts, rows, columns)
         qkv = self.qkv(x).view(B, rows, side, columns, side, 3, K, C // K).permute(5, 0, 1, 3, 6, 2, 4, 7)
         # Windows with a bias of their own go where heads go, so that the images of a batch share them.
-        q, k, v = qkv.reshape(3, -1, len(bias), side * side, C // K)
+        q, k, v = qkv.reshape(3, -1, bias.shape[0], side * side, C // K)
         out = _attend(q, k, v, bias[None])
         out = out.view(B, rows, columns, K, side, side, C // K).permute(0, 1, 4, 2, 5, 3, 6)
         x = out.reshape(B, rows * side, columns * side, C)
@@ -202,8 +209,8 @@ def _cuts(side: int, shift: int) -> Tensor:
 
 def _of_all_windows(kinds: Tensor, rows: int, columns: int) -> Tensor:
     """``2 x 2 x K x N x N``, by whether a window is in the last row and column, to ``(rows columns K) x N x N``."""
-    kinds = torch.cat((kinds[:, :1].expand(-1, columns - 1, -1, -1, -1), kinds[:, 1:]), 1)
-    return torch.cat((kinds[:1].expand(rows - 1, -1, -1, -1, -1), kinds[1:])).flatten(0, 2)
+    row, column = ((torch.arange(n, device=kinds.device) == n - 1).long() for n in (rows, columns))
+    return kinds.index_select(0, row).index_select(1, column).flatten(0, 2)
 
 
 def _arch(arch: str | dict) -> dict[str, Any]:

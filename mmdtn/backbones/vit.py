@@ -9,14 +9,10 @@ from timm.layers import resample_abs_pos_embed_nhwc
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from .blocks import (
-    Backbone,
-    Block,
-    SpatialReductionAttention,
-    block_norm_cfg,
-    drop_path_rates,
-    pad_to_multiple,
-)
+from mmdtn.norms import Place, needs_grid
+
+from .base import Backbone
+from .layers import Attention, Block, drop_path_rates, pad_to_multiple
 
 
 @MODELS.register_module()
@@ -77,13 +73,13 @@ class ViTDTN(Backbone):
         if not all(-depth <= i < depth for i in out_indices) or not 0 <= dtn_layers <= depth:
             raise ValueError(f'out_indices={out_indices} or dtn_layers={dtn_layers} is not within {depth} blocks.')
         if cls_from is None and out_type == 'cls_token':
-            cls_from = 0 if norm_cfg['type'] == 'LN' else dtn_layers
+            cls_from = dtn_layers if needs_grid(norm_cfg) else 0
         if cls_from is not None and not 0 <= cls_from < depth:
             raise ValueError(
                 f'The class token cannot join before block {cls_from} of 0 to {depth - 1}: it would see no patch. '
                 f'Choose dtn_layers and cls_from below {depth}, or out_type={"avg_featmap"!r}.'
             )
-        if cls_from is not None and cls_from < dtn_layers and norm_cfg['type'] == 'DTN':
+        if cls_from is not None and cls_from < dtn_layers and needs_grid(norm_cfg):
             raise ValueError(
                 f'The class token joins before block {cls_from}, but has no place on the grid that the first '
                 f'dtn_layers={dtn_layers} blocks need for DTN: cls_from should be {dtn_layers} or more.'
@@ -104,16 +100,19 @@ class ViTDTN(Backbone):
         self.blocks = nn.ModuleList(
             Block(
                 width,
-                SpatialReductionAttention(width, num_heads),
+                Attention(width, num_heads),
                 a['mlp_ratio'],
                 rate,
-                block_norm_cfg(cfg, num_heads),
+                cfg,
+                Place(num_heads, eps=1e-6),
             )
             for rate, cfg in zip(drop_path_rates(drop_path_rate, depth), norms, strict=True)
         )[: max(self.out_indices) + 1]
         if depth - 1 in self.out_indices:
             self.norm = nn.LayerNorm(width, eps=1e-6)
         self.depth = depth
+        if with_cp:
+            self.check_checkpointing()
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         x = self.patch_embed(pad_to_multiple(x, self.patch_size, self.patch_size)).permute(0, 2, 3, 1)

@@ -1,3 +1,35 @@
+from .averages import MovingAverageNorm
+from .base import BatchStatisticsNorm, TokenNorm
+from .batch import PRepBN, RepBN, TokenBN
+from .build import Place, build_norm, needs_grid, norm_class
 from .dtn import DTN, DTN2d
+from .image import TokenGN, TokenIN
+from .pointwise import Derf, DyT
+from .power import PowerNorm
+from .rms import RMSNorm, ScaleNorm
+from .switchable import SN
+from .un import UN
 
-__all__ = ['DTN', 'DTN2d']
+__all__ = [
+    'DTN',
+    'SN',
+    'UN',
+    'BatchStatisticsNorm',
+    'DTN2d',
+    'Derf',
+    'DyT',
+    'MovingAverageNorm',
+    'PRepBN',
+    'Place',
+    'PowerNorm',
+    'RMSNorm',
+    'RepBN',
+    'ScaleNorm',
+    'TokenBN',
+    'TokenGN',
+    'TokenIN',
+    'TokenNorm',
+    'build_norm',
+    'needs_grid',
+    'norm_class',
+]

@@ -3,6 +3,7 @@
 import inspect
 import itertools
 import math
+import warnings
 from typing import Any
 
 import torch
@@ -10,9 +11,7 @@ from mmengine.registry import MODELS
 from timm.layers import trunc_normal_
 from torch import Tensor, nn
 
-from .autograd import dtn
-from .function import Settings
-from .parts import statistics_dtype
+from mmdtn.ops import Settings, dtn
 
 POSITIONS = ('learned', 'uniform', 'identity')
 POSITION_INITS = ('local', 'trunc_normal')
@@ -46,7 +45,7 @@ class DTN(nn.Module):
         position_init: Start of the learned coefficients: ``'local'`` (Eq. 7) or ``'trunc_normal'``.
         unbiased: Divide LayerNorm's variance by C - 1, as the published code does.
         pool_second_moment: False ignores the variance inside a cell, as the published code does.
-        compiled: Run the layer as a region compiled by ``torch.compile``, within a model that stays eager.
+        compiled: Does nothing; configs saved in older checkpoints have it.
 
     Shapes:
         ``B x H x W x C``, or ``B x T x C`` with ``hw_shape=(H, W)``; the output has the shape of the input.
@@ -58,6 +57,9 @@ class DTN(nn.Module):
         >>> layer(torch.randn(2, 1050, 64), hw_shape=(25, 42)).shape
         torch.Size([2, 1050, 64])
     """
+
+    FROM_PLACE = ('num_heads', 'pool_size')
+    NEEDS_GRID = True
 
     def __init__(
         self,
@@ -74,21 +76,33 @@ class DTN(nn.Module):
         position_init: str = 'local',
         unbiased: bool = False,
         pool_second_moment: bool = True,
-        compiled: bool = False,
+        compiled: bool | None = None,
     ) -> None:
-        given = {name: value for name, value in locals().items() if name in _defaults(type(self))}
-        _check_arguments(num_features, **given)
         super().__init__()
-        self._unusual = {name: value for name, value in given.items() if value != _defaults(type(self))[name]}
+        if compiled is not None:
+            warnings.warn('DTN needs compiled= no more, and ignores it: leave it out of norm_cfg.', stacklevel=2)
         self.num_features = num_features
         self.num_heads = num_heads
         self.pool_size = pool_size
         self.position_init = position_init
         self.mean_lambda = mean_lambda if mix_mean else 1.0
         self.var_lambda = var_lambda
-        self.compiled = compiled
-        identity = position == 'identity'
-        self.settings = Settings(num_heads, pool_size, eps, prenorm, unbiased, pool_second_moment, identity)
+        self.options: dict[str, Any] = dict(
+            num_heads=num_heads,
+            pool_size=pool_size,
+            eps=eps,
+            affine=affine,
+            prenorm=prenorm,
+            mix_mean=mix_mean,
+            mean_lambda=mean_lambda,
+            var_lambda=var_lambda,
+            position=position,
+            position_init=position_init,
+            unbiased=unbiased,
+            pool_second_moment=pool_second_moment,
+        )
+        _check_arguments(num_features, **self.options)
+        self.settings = Settings(pool_size, eps, prenorm, unbiased, pool_second_moment, position == 'identity')
 
         def parameter(wanted: bool, *shape: int) -> nn.Parameter | None:
             return nn.Parameter(torch.empty(shape)) if wanted else None
@@ -118,7 +132,8 @@ class DTN(nn.Module):
     def forward(self, x: Tensor, hw_shape: tuple[int, int] | None = None) -> Tensor:
         _check_input(x, hw_shape, self.num_features)
         tokens = x if x.dim() == 4 else x.unflatten(1, hw_shape)
-        like = x.new_empty(0, dtype=statistics_dtype(x))
+        # Statistics cancel in half precision: parameters, and with them the statistics, are in float32 at least.
+        like = x.new_empty(0, dtype=torch.promote_types(x.dtype, torch.float32))
         C, K = self.num_features, self.num_heads
         y = dtn(
             tokens,
@@ -128,12 +143,13 @@ class DTN(nn.Module):
             _lambda(self.var_mix, self.var_lambda, like, K),
             like.new_zeros(K, 3) if self.position is None else self.position.to(like),
             self.settings,
-            self.compiled,
         )
-        return y.reshape(x.shape)
+        return y.view(x.shape)
 
     def extra_repr(self) -> str:
-        return ', '.join([str(self.num_features), *(f'{name}={value!r}' for name, value in self._unusual.items())])
+        default = {p.name: p.default for p in inspect.signature(DTN).parameters.values()}
+        unusual = (f'{name}={value!r}' for name, value in self.options.items() if value != default[name])
+        return ', '.join([str(self.num_features), *unusual])
 
 
 @MODELS.register_module()
@@ -165,11 +181,6 @@ def local_start(num_heads: int) -> list[list[float]]:
     side = math.isqrt(num_heads)
     offsets = [i - (side - 1) / 2 for i in range(side)]
     return [[-1.0, 2 * dx, 2 * dy] for dx, dy in itertools.product(offsets, offsets)]
-
-
-def _defaults(layer: type[DTN]) -> dict[str, Any]:
-    parameters = inspect.signature(layer).parameters.values()
-    return {p.name: p.default for p in parameters if p.default is not p.empty}
 
 
 def _check_arguments(

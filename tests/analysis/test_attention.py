@@ -9,15 +9,16 @@ from torch import nn
 
 from mmdtn.analysis import BlockTokens, Capture, attention, attention_distance
 from mmdtn.backbones import PVTDTN, ViTDTN
-from mmdtn.backbones.blocks import Block, SpatialReductionAttention
+from mmdtn.backbones.layers import Attention, Block
 from mmdtn.backbones.swin import WindowAttention
+from mmdtn.norms import Place
 
 # All ordered pairs of a 3 x 3 grid by their distance: 9 at 0, 24 at 1, 12 at 2, 16 at sqrt 2, 16 at sqrt 5, 4 at sqrt 8
 UNIFORM_3X3 = (24 * 1 + 12 * 2 + 16 * math.sqrt(2) + 16 * math.sqrt(5) + 4 * math.sqrt(8)) / 81
 
 
 def seen(attn: nn.Module, tokens: torch.Tensor, grid: tuple[int, int] | None = None) -> BlockTokens:
-    block = Block(tokens.shape[-1], attn, 1, 0.0, dict(type='LN'))
+    block = Block(tokens.shape[-1], attn, 1, 0.0, dict(type='LN'), Place())
     return BlockTokens('block', block, grid or tuple(tokens.shape[1:3]), dict(norm1=tokens), dict(norm1=tokens))
 
 
@@ -32,13 +33,13 @@ def windows(channels: int, heads: int, side: int, shifted: bool) -> WindowAttent
 
 
 def test_uniform_attention_on_3x3():
-    distance = attention_distance(seen(uniform(SpatialReductionAttention(4, 2)), torch.randn(1, 3, 3, 4)))
+    distance = attention_distance(seen(uniform(Attention(4, 2)), torch.randn(1, 3, 3, 4)))
     assert distance.by_head.tolist() == pytest.approx([UNIFORM_3X3] * 2, rel=1e-6)
     assert distance.uniform == pytest.approx(UNIFORM_3X3, rel=1e-6)
 
 
 def test_identity_attention_on_3x3():
-    attn = SpatialReductionAttention(9, 1)
+    attn = Attention(9, 1)
     for weight in (attn.q.weight, attn.kv.weight):
         nn.init.eye_(weight).data.mul_(20)
     distance = attention_distance(seen(attn, torch.eye(9).view(1, 3, 3, 9)))
@@ -47,7 +48,7 @@ def test_identity_attention_on_3x3():
 
 
 def test_each_query_looking_one_token_to_the_right():
-    attn = SpatialReductionAttention(4, 1)
+    attn = Attention(4, 1)
     nn.init.eye_(attn.q.weight).data.mul_(20)
     attn.kv.weight.data[:4] = 20 * torch.eye(4).roll(-1, 0)  # the key of a token is what the query before it asks for
     distance = attention_distance(seen(attn, torch.eye(4).view(1, 1, 4, 4)))
@@ -57,7 +58,7 @@ def test_each_query_looking_one_token_to_the_right():
 
 
 def test_reduced_keys_are_at_the_centre_of_what_they_stand_for():
-    attn = uniform(SpatialReductionAttention(4, 1, sr_ratio=2))
+    attn = uniform(Attention(4, 1, sr_ratio=2))
     places = [(y, x) for y in range(4) for x in range(6)]
     keys = [(y, x) for y in (0.5, 2.5) for x in (0.5, 2.5, 4.5)]
     by_hand = np.mean([math.dist(p, k) for p in places for k in keys])
@@ -105,7 +106,7 @@ def test_window_attention_at_these_places_makes_the_output(grid, shifted):
 @pytest.mark.parametrize('reduction', [1, 2])
 def test_attention_over_the_map_makes_the_output(reduction):
     torch.manual_seed(0)
-    attn, tokens = SpatialReductionAttention(8, 2, reduction), torch.randn(1, 24, 26, 8)
+    attn, tokens = Attention(8, 2, reduction), torch.randn(1, 24, 26, 8)
     values = []
     attn.kv.register_forward_hook(lambda module, inputs, output: values.append(output[..., 8:]))
     parts = list(attention(seen(attn, tokens)))
@@ -141,7 +142,7 @@ def test_the_class_token_has_no_place(model):
 
 
 def test_a_second_image_of_the_batch():
-    attn, tokens = SpatialReductionAttention(8, 2), torch.randn(2, 3, 5, 8) * 4
+    attn, tokens = Attention(8, 2), torch.randn(2, 3, 5, 8) * 4
     both = seen(attn, tokens)
     alone = attention_distance(seen(attn, tokens[1:])).by_head
     torch.testing.assert_close(attention_distance(both, image=1).by_head, alone)

@@ -1,5 +1,7 @@
 """What the tests of every family's configs do with a config."""
 
+import copy
+import functools
 from pathlib import Path
 
 import torch
@@ -12,10 +14,12 @@ from torch import nn
 
 from mmdtn.norms import DTN
 
+read = functools.cache(Config.fromfile)  # for many tests of one config
+
 
 def load(path: Path) -> Config:
     """The config without the checkpoint that its backbone starts from."""
-    cfg = Config.fromfile(path)
+    cfg = copy.deepcopy(read(path))
     import_modules_from_strings(**cfg.custom_imports)
     init_default_scope(cfg.default_scope)
     if 'init_cfg' in cfg.model.backbone:

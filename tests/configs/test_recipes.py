@@ -1,5 +1,6 @@
 """The ImageNet recipe of each family, read off what its config builds: optimizer, schedule, data, model."""
 
+import copy
 import uuid
 from pathlib import Path
 
@@ -14,6 +15,8 @@ from PIL import Image
 from timm.layers import DropPath
 
 from mmdtn.norms import DTN
+
+from .helpers import read
 
 CONFIGS = Path(__file__).parents[2] / 'configs'
 DEIT = dict(warm_up=5, clip=None, ema=None, sampler='RepeatAugSampler')
@@ -131,7 +134,7 @@ def test_mixing_smoothing_drop_path_and_moving_average(built):
 @pytest.mark.parametrize('path', sorted(CONFIGS.glob('[!_]*/*_in1k.py')), ids=lambda path: path.stem)
 def test_configs_of_a_family_differ_in_the_model_alone(path):
     family = next(name for name in RECIPES if name.startswith(f'{path.parent.name}/'))
-    cfg, base = (Config.fromfile(p) for p in (path, CONFIGS / f'{family}_8xb128_in1k.py'))
+    cfg, base = (copy.deepcopy(read(p)) for p in (path, CONFIGS / f'{family}_8xb128_in1k.py'))
     assert 'drop_path_rate' not in cfg.model.backbone, 'the architecture says it'
     for c in (cfg, base):
         del c.model['backbone'], c.model.head['in_channels']

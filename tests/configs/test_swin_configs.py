@@ -73,7 +73,7 @@ def test_no_weight_decay_on_dtn_norms_and_position_tables(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('name', ['swin-t', 'swin-s'])
+@pytest.mark.parametrize('name', ['swin-t', pytest.param('swin-s', marks=pytest.mark.exhaustive)])
 def test_flops_that_dtn_adds(name):
     added = added_flops(ROOT / f'{name}-dtn_8xb128_in1k.py', ROOT / f'{name}_8xb128_in1k.py')
     assert 0 < added <= 0.02

@@ -4,19 +4,35 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from mmengine.registry import MODELS
 
-from mmdtn.norms import DTN
+from mmdtn.norms import DTN, TokenNorm
 
 from .helpers import added_flops, classifier_trains_a_step_and_infers, load, weight_decay_of_each_parameter
 
 ROOT = Path(__file__).parents[2] / 'configs' / 'vit'
-IMAGENET = sorted(p.name for p in ROOT.glob('*_in1k.py'))
-CIFAR = sorted(p.name for p in ROOT.glob('*_cifar*.py'))
+SIBLINGS = dict(
+    bn='TokenBN(432)',
+    gn='TokenGN(432, num_groups=9)',
+    scalenorm='ScaleNorm(432)',
+    sn='SN(432)',
+    powernorm='PowerNorm(432, num_groups=9, warmup_iters=3000)',
+    rmsnorm='RMSNorm(432)',
+    dyt='DyT(432)',
+    derf='Derf(432)',
+    un='UN(432)',
+    prepbn='PRepBN(432)',
+    **{'in': 'TokenIN(432, unbiased=True)'},
+)
+IN_TABLE_3 = ('bn', 'in', 'gn', 'sn', 'scalenorm', 'powernorm')
+OTHERS = {p.name for norm in SIBLINGS for p in ROOT.glob(f'*-{norm}_*.py')}
+IMAGENET = sorted({p.name for p in ROOT.glob('*_in1k.py')} - OTHERS)
+CIFAR = sorted({p.name for p in ROOT.glob('*_cifar*.py')} - OTHERS)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('name', IMAGENET + CIFAR)
+@pytest.mark.parametrize('name', [*IMAGENET, *CIFAR, *sorted(name for name in OTHERS if name.endswith('cifar10.py'))])
 def test_classifier_trains_a_step_and_infers(name):
     classifier_trains_a_step_and_infers(ROOT / name, side=64 if name in IMAGENET else 32)
 
@@ -46,6 +62,44 @@ def test_an_ablation_changes_one_thing_of_the_whole_model(ablation, settings):
     assert model.backbone.cls_from == layers
 
 
+@pytest.mark.parametrize('arch', ['s', 's-star'])
+@pytest.mark.parametrize('norm', SIBLINGS)
+def test_a_sibling_of_dtn_takes_its_place(norm, arch):
+    file = f'vit-{arch}-{norm}_8xb128_in1k.py'
+    if arch == 's' and norm not in IN_TABLE_3:
+        assert not (ROOT / file).exists()
+        return
+    cfg, baseline = load(ROOT / file), load(ROOT / f'vit-{arch}_8xb128_in1k.py')
+    with torch.device('meta'):
+        model = MODELS.build(cfg.model).backbone
+    norms = {n: f'{type(m).__name__}({m.extra_repr()})' for n, m in model.named_modules() if isinstance(m, TokenNorm)}
+    assert {*norms} == {f'blocks.{i}.norm{n}' for i in range(10) for n in (1, 2)}
+    want = SIBLINGS[norm] if arch == 's-star' else SIBLINGS[norm].replace('432', '384').replace('=9', '=6')
+    assert {*norms.values()} == {want}
+    assert model.cls_from == 10
+    for c in (cfg, baseline):
+        c.pop('filename', None)
+        c.model.backbone.pop('norm_cfg')
+    cfg.model.backbone.pop('cls_from')
+    assert cfg.to_dict() == baseline.to_dict()
+
+
+def test_readme_has_the_papers_table_3_and_metafile_every_config_of_it():
+    readme = (ROOT / 'README.md').read_text()
+    metafile = yaml.safe_load((ROOT / 'metafile.yml').read_text())['Models']
+    listed = {m['Name'] for m in metafile}
+    assert all((ROOT.parents[1] / m['Config']).exists() for m in metafile)
+    table = dict(LN=(79.9, 80.6), BN=(77.3, 77.2), IN=(77.7, 77.6), GN=(78.3, 79.5), SN=(80.1, 81.0))
+    table |= dict(ScaleNorm=(80.0, 80.6), PowerNorm=(79.8, 80.4), DTN=(80.6, 81.7))
+    for norm, values in table.items():
+        suffix = '' if norm == 'LN' else f'-{norm.lower()}'
+        names = [f'vit-{arch}{suffix}_8xb128_in1k' for arch in ('s', 's-star')]
+        assert listed >= set(names)
+        cells = [f'[{value}]({name}.py)' for value, name in zip(values, names, strict=True)]
+        assert f'| {norm} | {cells[0]} | {cells[1]} |' in readme
+    assert all(f'({name})' in readme for name in OTHERS if 'in1k' in name)
+
+
 @pytest.mark.parametrize('name', ['vit-s-star-dtn_8xb128_in1k.py', 'vit-mini-dtn_b128_cifar10.py'])
 def test_no_weight_decay_on_dtn_norms_embeddings_and_biases(name):
     cfg = load(ROOT / name)
@@ -56,14 +110,17 @@ def test_no_weight_decay_on_dtn_norms_embeddings_and_biases(name):
         assert (decay[id(p)] == 0) == spared, parameter_name
 
 
+@pytest.mark.parametrize('norm', ['dtn', *SIBLINGS])
 @pytest.mark.parametrize('data', ['cifar10', 'cifar100'])
-def test_cifar_pair_differs_in_the_normaliser_alone(data):
-    with_ln, with_dtn = (load(ROOT / f'vit-mini{norm}_b128_{data}.py') for norm in ('', '-dtn'))
+def test_cifar_configs_differ_in_the_normaliser_alone(data, norm):
+    with_ln, with_other = (load(ROOT / f'vit-mini{name}_b128_{data}.py') for name in ('', f'-{norm}'))
     assert with_ln.model.backbone.pop('norm_cfg') == dict(type='LN')
-    assert with_dtn.model.backbone.pop('norm_cfg') == dict(type='DTN')
-    for cfg in (with_ln, with_dtn):
+    assert with_other.model.backbone.pop('norm_cfg')['type'].lower() == norm
+    for cfg in (with_ln, with_other):
         cfg.pop('filename', None)
-    assert with_ln.to_dict() == with_dtn.to_dict()
+    assert with_ln.to_dict() == with_other.to_dict()
+    if norm != 'dtn':
+        return
     assert with_ln.train_cfg.max_epochs == 300
     assert 'TensorboardVisBackend' in [backend.type for backend in with_ln.visualizer.vis_backends]
     assert tuple(with_ln.val_evaluator.topk) == (1, 5)

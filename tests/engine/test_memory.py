@@ -22,6 +22,7 @@ print(min(pages() for _ in range(9)))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(platform.libc_ver()[0] != 'glibc', reason='what it is told to is told to glibc')
 def test_freed_memory_is_not_fetched_again():
     def fetched(how: str) -> int:

@@ -1,16 +1,12 @@
 """What DTN computes: against dense equations, identities, gradients, and other people's LayerNorm and InstanceNorm."""
 
-from contextlib import nullcontext
-from types import SimpleNamespace
-from unittest import mock
-
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from mmdtn.norms import DTN, DTN2d, autograd, graph, parts, tokens
+from mmdtn.norms import DTN, DTN2d
 
 from .reference import dense_p, reference_dtn
 
@@ -23,21 +19,6 @@ def randomised(layer, scale=0.5, seed=0):
         for name, parameter in layer.named_parameters():
             parameter.copy_(torch.randn(parameter.shape, generator=generator) * scale + (name == 'weight'))
     return layer
-
-
-FORMS = ['eager', 'blocks', 'operators']  # code for eager tensors, and the expressions for compilers with both their P
-
-
-def computed_by(form):
-    """The expressions for compilers run in eager code as well, which shows what they compute in less time."""
-    if form == 'eager':
-        return nullcontext()
-
-    def run(direction):
-        return lambda *tensors, s: direction(*tensors, s=s._replace(by_operators=form == 'operators'))
-
-    expressions = SimpleNamespace(forward=run(graph.forward), backward=run(graph.backward))
-    return mock.patch.object(autograd, 'function', expressions)
 
 
 @st.composite
@@ -59,28 +40,24 @@ def cases(draw):
     return options, shape, draw(st.integers(0, 2**31))
 
 
-@pytest.mark.parametrize('form', FORMS)
 @settings(max_examples=150, deadline=None, derandomize=True)
 @given(cases())
-def test_agrees_with_the_dense_equations(form, case):
+def test_agrees_with_the_dense_equations(case):
     options, shape, seed = case
     layer = randomised(DTN(shape[-1], **options), seed=seed)
     x = torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * 2 + 0.5
     exact = reference_dtn(x.double(), layer.double())
-    with computed_by(form):
-        torch.testing.assert_close(layer(x.double()), exact, rtol=1e-10, atol=1e-10)
-        torch.testing.assert_close(layer.float()(x), exact.float(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(layer(x.double()), exact, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(layer.float()(x), exact.float(), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize('form', FORMS)
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(h=st.integers(1, 40), w=st.integers(1, 40), heads=st.sampled_from([1, 4, 9]), seed=st.integers(0, 1000))
-def test_large_grids_in_float32(form, h, w, heads, seed):
+def test_large_grids_in_float32(h, w, heads, seed):
     layer = randomised(DTN(CHANNELS[heads], num_heads=heads), seed=seed)
     x = torch.randn(1, h, w, CHANNELS[heads], generator=torch.Generator().manual_seed(seed))
     exact = reference_dtn(x.double(), layer.double()).float()
-    with computed_by(form):
-        torch.testing.assert_close(layer.float()(x), exact, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(layer.float()(x), exact, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize('pool_size', [1, 2, 4])
@@ -144,11 +121,10 @@ def test_p_shifts_from_query_to_key():
         assert moved.nonzero().tolist() == sorted([[2, 3], list(seen_from)])
 
 
-@pytest.mark.parametrize('form', FORMS)
 @pytest.mark.parametrize('pool_size', [1, 2, 3])
 @pytest.mark.parametrize('prenorm', [True, False])
 @pytest.mark.parametrize('options', [{}, {'unbiased': True, 'pool_second_moment': False}, {'mix_mean': False}])
-def test_gradients(form, pool_size, prenorm, options):
+def test_gradients(pool_size, prenorm, options):
     layer = randomised(DTN(6, 3, pool_size, prenorm=prenorm, **options)).double()
     names, parameters = zip(*layer.named_parameters(), strict=True)
     x = torch.randn(2, 4, 5, 6, dtype=torch.float64, requires_grad=True)
@@ -156,61 +132,33 @@ def test_gradients(form, pool_size, prenorm, options):
     def run(x, *values):
         return torch.func.functional_call(layer, dict(zip(names, values, strict=True)), (x,))
 
-    with computed_by(form):
-        assert torch.autograd.gradcheck(run, (x, *(p.detach().clone().requires_grad_() for p in parameters)))
+    assert torch.autograd.gradcheck(run, (x, *(p.detach().clone().requires_grad_() for p in parameters)))
 
 
-@pytest.mark.parametrize('form', FORMS)
-def test_gradients_of_a_matrix_sized_grid_agree_with_autograd_through_the_equations(form):
+def test_gradients_of_a_matrix_sized_grid_agree_with_autograd_through_the_equations():
     layer = randomised(DTN(8, 4, 2), seed=3).double()
     x = torch.randn(2, 17, 22, 8, dtype=torch.float64, requires_grad=True)
     upstream = torch.randn_like(x)
     tensors = [x, *layer.parameters()]
     expected = torch.autograd.grad(reference_dtn(x, layer), tensors, upstream)
-    with computed_by(form):
-        gradients = torch.autograd.grad(layer(x), tensors, upstream)
+    gradients = torch.autograd.grad(layer(x), tensors, upstream)
     for got, want in zip(gradients, expected, strict=True):
         torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize('form', FORMS)
 @pytest.mark.parametrize('options', [{}, {'prenorm': False}, {'pool_second_moment': False}])
 @pytest.mark.parametrize('pool_size', [1, 2])
-def test_works_in_place_only_on_what_is_its_own(form, pool_size, options):
+def test_works_in_place_only_on_what_is_its_own(pool_size, options):
     layer = randomised(DTN(8, 4, pool_size, **options))
     x = torch.randn(2, 6, 7, 8, requires_grad=True)
     upstream = torch.randn_like(x)
     before = x.detach().clone(), upstream.clone()
     tensors = [x, *layer.parameters()]
-    with computed_by(form):
-        y = layer(x)
-        first, second = (torch.autograd.grad(y, tensors, upstream, retain_graph=True) for _ in range(2))
+    y = layer(x)
+    first, second = (torch.autograd.grad(y, tensors, upstream, retain_graph=True) for _ in range(2))
     assert torch.equal(x, before[0]) and torch.equal(upstream, before[1])
     for one, other in zip(first, second, strict=True):
         assert torch.equal(one, other), 'a second pass finds what the first did'
-
-
-@pytest.mark.parametrize(
-    'bytes_of_a_part', [1, 3000, 6000]
-)  # one row, some with fewer last, more than those of an image
-@pytest.mark.parametrize('options', [{}, {'prenorm': False}, {'pool_second_moment': False, 'unbiased': True}])
-@pytest.mark.parametrize('dtype', [torch.float64, torch.bfloat16])
-def test_tokens_in_parts_give_what_they_give_as_a_whole(dtype, options, bytes_of_a_part, monkeypatch):
-    layer = randomised(DTN(8, 4, 2, **options)).to(dtype)
-    x = torch.randn(3, 9, 7, 8, dtype=dtype, requires_grad=True)
-    upstream = torch.randn_like(x)
-    tensors = [x, *layer.parameters()]
-    whole = layer(x)
-    expected = torch.autograd.grad(whole, tensors, upstream)
-    monkeypatch.setattr(parts, 'BYTES', bytes_of_a_part // torch.get_num_threads())
-    normalise = mock.Mock(side_effect=tokens.normalise)
-    monkeypatch.setattr(tokens, 'normalise', normalise)
-    y = layer(x)
-    assert normalise.call_count > 1
-    tolerance = dict(rtol=1e-12, atol=1e-12) if dtype == torch.float64 else dict(rtol=0.01, atol=0.01)
-    torch.testing.assert_close(y, whole, **tolerance)
-    for got, want in zip(torch.autograd.grad(y, tensors, upstream), expected, strict=True):
-        torch.testing.assert_close(got, want, **tolerance)
 
 
 STARTS = {

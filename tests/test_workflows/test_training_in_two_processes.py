@@ -9,6 +9,7 @@ from mmengine.fileio import load
 
 from mmdtn.datasets import write_classification, write_coco
 from tests.training import run_tool, write_classifier, write_detector
+from tools.train import main as train
 
 # Five steps, without what has to differ: each process drops paths of its own, and pads its own batch. SGD, because Adam
 # makes a step of full size out of round-off where a gradient is zero, as that of the attention's key bias is. Small
@@ -64,8 +65,7 @@ def config(folder, kind, data, more=''):
 @pytest.mark.parametrize('kind', ['classifier', 'detector'])
 def test_same_gradients_and_weights_as_one_process(tmp_path, data, kind):
     path = config(tmp_path, kind, data, SAME + (DETECTOR if kind == 'detector' else ''))
-    batch = ('--cfg-options', 'train_dataloader.batch_size=4')
-    run_tool('train.py', path, '--work-dir', 'one', *batch, cwd=tmp_path)
+    train([str(path), '--work-dir', str(tmp_path / 'one'), '--cfg-options', 'train_dataloader.batch_size=4'])
     batch = ('--cfg-options', 'train_dataloader.batch_size=2')
     run_tool('dist_train.sh', path, 2, '--work-dir', 'two', *batch, cwd=tmp_path, PORT=free_port())
 
@@ -84,11 +84,18 @@ def test_same_gradients_and_weights_as_one_process(tmp_path, data, kind):
         torch.testing.assert_close(two['state_dict'][name], weight, rtol=0, atol=2e-5, msg=name)
 
 
+@pytest.fixture(scope='module')
+def trained(tmp_path_factory, data):
+    """A classifier's config and its checkpoint after an epoch in one process."""
+    folder = tmp_path_factory.mktemp('trained')
+    path = config(folder, 'classifier', data)
+    train([str(path), '--work-dir', str(folder / 'work'), '--cfg-options', 'train_cfg.max_epochs=1'])
+    return path, folder / 'work' / 'epoch_1.pth'
+
+
 @pytest.mark.slow
-def test_evaluation_in_two_processes_is_that_of_one(tmp_path, data):
-    path = config(tmp_path, 'classifier', data)
-    run_tool('train.py', path, '--work-dir', 'work', cwd=tmp_path)
-    checkpoint = tmp_path / 'work' / 'epoch_2.pth'
+def test_evaluation_in_two_processes_is_that_of_one(tmp_path, trained):
+    path, checkpoint = trained
     one = run_tool('test.py', path, checkpoint, '--out', 'one.pkl', cwd=tmp_path)
     two = run_tool('dist_test.sh', path, checkpoint, 2, '--out', 'two.pkl', cwd=tmp_path, PORT=free_port())
 
@@ -103,7 +110,7 @@ def test_evaluation_in_two_processes_is_that_of_one(tmp_path, data):
 
 
 @pytest.mark.slow
-def test_fsdp_saves_what_one_process_loads(tmp_path, data):
+def test_fsdp_saves_what_one_process_loads(tmp_path, data, trained):
     more = """
 runner_type = 'FlexibleRunner'
 strategy = dict(type='FSDPStrategy', state_dict_cfg='full')
@@ -112,15 +119,15 @@ train_cfg = dict(max_epochs=1)
     path = config(tmp_path, 'classifier', data, more)
     done = run_tool('dist_train.sh', path, 2, '--work-dir', 'sharded', cwd=tmp_path, PORT=free_port())
     expected = done.stdout.rpartition('accuracy/top1: ')[2].split()[0]
-    plain = config(tmp_path, 'classifier', data)
+    plain, of_one_process = trained
     tested = run_tool('test.py', plain, 'sharded/epoch_1.pth', cwd=tmp_path)
     assert 'missing keys' not in tested.stdout and 'unexpected key' not in tested.stdout
     assert tested.stdout.rpartition('accuracy/top1: ')[2].split()[0] == expected
 
-    # The same model on one process, before and after: the checkpoint has all weights, whole and trained.
-    run_tool('train.py', plain, '--work-dir', 'whole', '--cfg-options', 'train_cfg.max_epochs=1', cwd=tmp_path)
+    # The same model trained in one process: the checkpoint has all weights, whole and trained.
     sharded, whole = (
-        torch.load(tmp_path / name / 'epoch_1.pth', weights_only=False)['state_dict'] for name in ('sharded', 'whole')
+        torch.load(file, weights_only=False)['state_dict']
+        for file in (tmp_path / 'sharded' / 'epoch_1.pth', of_one_process)
     )
     assert {name: value.shape for name, value in sharded.items()} == {n: value.shape for n, value in whole.items()}
     moved = [name for name in whole if not torch.equal(sharded[name], whole[name])]
@@ -135,13 +142,14 @@ def test_faults_on_one_process_are_dealt_with_by_all(tmp_path):
     images['val'][2].unlink()  # the files of both processes together are listed, and evaluated, once
     path = write_classifier(tmp_path / 'classifier.py', data, f"_val['ann_file'] = '{tmp_path}/val.txt'\n")
     (tmp_path / 'val.txt').write_text(''.join(f'{p.relative_to(data / "val")} 0\n' for p in images['val']))
-    done = run_tool('dist_train.sh', path, 2, '--work-dir', 'work', cwd=tmp_path, PORT=free_port())
+    epoch = ('--cfg-options', 'train_cfg.max_epochs=1')
+    done = run_tool('dist_train.sh', path, 2, '--work-dir', 'work', *epoch, cwd=tmp_path, PORT=free_port())
     assert done.stdout.count('2 images were skipped') == 1
     assert (
         f'{images["train"][3]} (id ' in done.stdout
         and f'{images["val"][2]} (id 2): there is no such file' in done.stdout
     )
-    checkpoint = tmp_path / 'work' / 'epoch_2.pth'
+    checkpoint = tmp_path / 'work' / 'epoch_1.pth'
     run_tool('dist_test.sh', path, checkpoint, 2, '--out', 'out.pkl', cwd=tmp_path, PORT=free_port())
     assert sorted(sample['img_path'] for sample in load(tmp_path / 'out.pkl')) == [
         str(p) for p in images['val'] if p.exists()

@@ -1,6 +1,7 @@
 """Time and saved bytes of the backbones with DTN and with LayerNorm, beside those that others wrote, in one run.
 
 python tools/analysis_tools/benchmark_backbone.py [--models pvt swin vit] [--repeats 5] [--json out.json] [--only 224]
+python tools/analysis_tools/benchmark_backbone.py --count [--models pvt]    # GPU traffic, counted without a GPU
 
 The ratios are what counts: the models of a family take turns, round by round; a time is the median over the rounds.
 """
@@ -8,7 +9,10 @@ The ratios are what counts: the models of a family take turns, round by round; a
 import argparse
 import itertools
 import json
+import os
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 
@@ -19,30 +23,28 @@ from mmdet.models.backbones.swin import SwinTransformer
 from torch import Tensor, nn
 
 from mmdtn.analysis import SavedBytes
+from mmdtn.analysis.traffic import count_backbone
 from mmdtn.backbones import PVTDTN, SwinDTN, ViTDTN
 from mmdtn.engine.memory import keep_freed_memory
 
-LN, COMPILED = dict(type='LN'), dict(type='DTN', compiled=True)
+LN = dict(type='LN')
 DTN_HEADS = dict(base='tiny', num_heads=(4, 4, 5, 8))
 # By family, name: model, name of the one that it is compared with
 FAMILIES: dict[str, dict[str, tuple[Callable[[], nn.Module], str | None]]] = {
     'pvt': {
         'PVT-Tiny LN, heads 4 4 5 8': (lambda: PVTDTN(DTN_HEADS, norm_cfg=LN), None),
-        'PVT-Tiny DTN eager': (lambda: PVTDTN('tiny'), 'PVT-Tiny LN, heads 4 4 5 8'),
-        'PVT-Tiny DTN compiled': (lambda: PVTDTN('tiny', norm_cfg=COMPILED), 'PVT-Tiny LN, heads 4 4 5 8'),
+        'PVT-Tiny DTN': (lambda: PVTDTN('tiny'), 'PVT-Tiny LN, heads 4 4 5 8'),
         "MMDetection's PVT-Tiny": (lambda: PyramidVisionTransformer(num_layers=[2, 2, 2, 2]), None),
         'PVT-Tiny LN': (lambda: PVTDTN('tiny', norm_cfg=LN), "MMDetection's PVT-Tiny"),
     },
     'swin': {
         "MMDetection's Swin-T": (lambda: SwinTransformer(drop_path_rate=0.2), None),
         'Swin-T LN': (lambda: SwinDTN('tiny', norm_cfg=LN), "MMDetection's Swin-T"),
-        'Swin-T DTN eager': (lambda: SwinDTN('tiny'), 'Swin-T LN'),
-        'Swin-T DTN compiled': (lambda: SwinDTN('tiny', norm_cfg=COMPILED), 'Swin-T LN'),
+        'Swin-T DTN': (lambda: SwinDTN('tiny'), 'Swin-T LN'),
     },
     'vit': {
         'ViT-S* LN': (lambda: ViTDTN('s*', norm_cfg=LN), None),
-        'ViT-S* DTN eager': (lambda: ViTDTN('s*'), 'ViT-S* LN'),
-        'ViT-S* DTN compiled': (lambda: ViTDTN('s*', norm_cfg=COMPILED), 'ViT-S* LN'),
+        'ViT-S* DTN': (lambda: ViTDTN('s*'), 'ViT-S* LN'),
         "timm's ViT-S": (
             lambda: timm.create_model(
                 'vit_small_patch16_224', dynamic_img_size=True, num_classes=0, drop_path_rate=0.1
@@ -91,13 +93,28 @@ def measure(family: str, shape: tuple[int, ...], repeats: int) -> dict[str, dict
     return rows
 
 
+def count(families: list[str], shape: tuple[int, ...]) -> None:
+    if os.environ.get('TRITON_INTERPRET') != '1':  # Triton reads it when the kernels are defined, which they are by now
+        environment = dict(os.environ, TRITON_INTERPRET='1')
+        sys.exit(subprocess.run([sys.executable, *sys.argv], env=environment).returncode)
+    print(f'forward, {" x ".join(map(str, shape))}, float32')
+    for family in families:
+        for name, (build, _) in FAMILIES[family].items():
+            launches, moved = count_backbone(build, shape)
+            print(f'{name:30}{launches:6} launches{moved / 2**20:10.0f} MiB moved', flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument('--models', nargs='+', choices=FAMILIES, default=list(FAMILIES), help='families; default: all')
     parser.add_argument('--repeats', type=int, default=5)
     parser.add_argument('--only', choices=INPUTS, help='one of the two inputs')
     parser.add_argument('--json', help='write the results to this file as well')
+    parser.add_argument('--count', action='store_true', help='count launches and bytes of a forward pass on a GPU')
     args = parser.parse_args()
+    if args.count:
+        count(args.models, INPUTS[args.only or '224'])
+        return
     torch.manual_seed(0)
     keep_freed_memory()  # as tools/train.py does; or else glibc's returning it decides the ratios
     print(f'torch {torch.__version__}, {torch.get_num_threads()} threads, float32')

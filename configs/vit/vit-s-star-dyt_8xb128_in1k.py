@@ -1,0 +1,2 @@
+_base_ = './vit-s-star_8xb128_in1k.py'
+model = dict(backbone=dict(norm_cfg=dict(type='DyT'), cls_from=10))

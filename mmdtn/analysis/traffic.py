@@ -1,0 +1,176 @@
+"""What DTN's GPU kernels read, write and launch, counted without a GPU.
+
+Bytes decide how long a normalisation takes. A kernel of this package counts the distinct bytes that each of its
+launches reads and writes, as Triton's interpreter sees them; an operator of torch its inputs and outputs, views free.
+"""
+
+import os
+from collections import Counter as Counts
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from mmdtn.ops import Settings, dtn_triton
+
+PAGE = 2**22
+
+
+class Traffic(NamedTuple):
+    """Of one direction. Bytes are multiples of the input's."""
+
+    launches: int
+    moved: float  # distinct bytes of each launch, added up
+    asked: float  # bytes that loads and stores ask for; caches answer some
+    temporary: float  # allocated and not returned, as if nothing were freed before the end
+
+
+class Counter(TorchDispatchMode):
+    """Counts while it is entered; Triton's kernels only where they are interpreted (``TRITON_INTERPRET=1``)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.launches, self.moved, self.asked, self.allocated = 0, 0, 0, 0
+        self.seen: dict[tuple[str, int], np.ndarray] = {}  # pages of addresses, of reads and of writes
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        name = func.overloadpacket.__name__
+        if func.is_view or name in ('set_', 'copy_'):  # the latter two are the interpreter's own
+            return result
+        outputs = _bytes(result)
+        self.allocated += outputs
+        if not name.removeprefix('new_').startswith('empty'):
+            self.launches += 1
+            self.moved += outputs + _bytes(args)
+            self.asked += outputs + _bytes(args)
+        return result
+
+    def launch(self) -> None:
+        """Ends the launch before, and begins another."""
+        self.moved += sum(int(page.sum()) for page in self.seen.values())
+        self.seen = {}
+
+    def access(self, kind: str, pointers: Any, mask: Any) -> None:
+        size = pointers.get_element_ty().primitive_bitwidth // 8
+        addresses = np.broadcast_to(pointers.data, mask.data.shape)[mask.data.astype(bool)]
+        self.asked += addresses.size * size
+        if addresses.size:
+            for page in range(int(addresses.min()) // PAGE, int(addresses.max()) // PAGE + 1):
+                seen = self.seen.setdefault((kind, page), np.zeros(PAGE, np.uint8))
+                seen[addresses[addresses // PAGE == page] % PAGE] = size  # bytes, where an element begins
+
+    def __enter__(self) -> 'Counter':
+        self._interpreter = _interpreted(self)
+        self._interpreter.__enter__()
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._interpreter.__exit__(*error)
+        self.launch()
+
+
+@contextmanager
+def _interpreted(counter: Counter) -> Iterator[None]:
+    from triton.runtime.interpreter import interpreter_builder as builder
+
+    load, store, grid = builder.create_masked_load, builder.create_masked_store, builder.set_grid_dim
+
+    def count_load(pointers: Any, mask: Any, *rest: Any) -> Any:
+        counter.access('read', pointers, mask)
+        return load(pointers, mask, *rest)
+
+    def count_store(pointers: Any, value: Any, mask: Any, *rest: Any) -> Any:
+        counter.access('written', pointers, mask)
+        return store(pointers, value, mask, *rest)
+
+    def count_launch(*sizes: int) -> None:
+        counter.launch()
+        counter.launches += 1
+        grid(*sizes)
+
+    # The interpreter has no hook: its builder, one object for the process, is the only place that sees every access.
+    builder.create_masked_load, builder.create_masked_store, builder.set_grid_dim = (
+        count_load,
+        count_store,
+        count_launch,
+    )
+    try:
+        yield
+    finally:
+        del builder.create_masked_load, builder.create_masked_store, builder.set_grid_dim
+
+
+def _bytes(values: Any) -> int:
+    return sum(t.nbytes for t in tree_leaves(values) if isinstance(t, Tensor))
+
+
+def count_dtn(
+    batch: int, height: int, width: int, channels: int, heads: int, pool_size: int, dtype: torch.dtype
+) -> tuple[Traffic, Traffic, float]:
+    """Forward, backward, and what is kept in between, of a layer whose lambdas are learned."""
+    if os.environ.get('TRITON_INTERPRET') != '1' or dtn_triton.triton is None:
+        raise RuntimeError("Traffic is counted by Triton's interpreter: install triton, and set TRITON_INTERPRET=1.")
+    x = torch.randn(batch, height, width, channels).to(dtype)
+    weight, bias, position = torch.ones(channels), torch.zeros(channels), torch.randn(heads, 3) / 10
+    mixes, settings = (torch.zeros(heads), torch.zeros(heads)), Settings(pool_size)
+    with Counter() as forward:
+        l, m = (mix.sigmoid() for mix in mixes)
+        y, of_tokens, of_channels = dtn_triton.forward(x, weight, bias, l, m, position, settings, dtype)
+    with Counter() as backward:
+        gradients = dtn_triton.backward(y, x, weight, bias, l, m, position, of_tokens, of_channels, settings)
+        for value, grad in zip((l, m), gradients[3:5], strict=True):
+            torch.ops.aten.sigmoid_backward(grad, value)
+    unit = x.nbytes
+    return (
+        _over(unit, forward, _bytes((y, of_tokens, of_channels))),
+        _over(unit, backward, _bytes(gradients)),
+        (unit + _bytes((of_tokens, of_channels))) / unit,
+    )
+
+
+def count_layernorm(channels: int, tokens: int, dtype: torch.dtype) -> tuple[Traffic, Traffic]:
+    x, weight, bias = torch.randn(tokens, channels).to(dtype), *(torch.ones(channels, dtype=dtype) for _ in range(2))
+    with Counter() as forward:
+        y, mean, rstd = torch.ops.aten.native_layer_norm(x, [channels], weight, bias, 1e-5)
+    with Counter() as backward:
+        torch.ops.aten.native_layer_norm_backward(y, x, [channels], mean, rstd, weight, bias, [True] * 3)
+    return _over(x.nbytes, forward, forward.allocated), _over(x.nbytes, backward, backward.allocated)
+
+
+def _over(unit: int, counter: Counter, returned: int) -> Traffic:
+    return Traffic(counter.launches, counter.moved / unit, counter.asked / unit, (counter.allocated - returned) / unit)
+
+
+def count_backbone(build: Callable[[], nn.Module], shape: tuple[int, ...]) -> tuple[int, int]:
+    """Launches and bytes of a forward pass on ``B x 3 x H x W`` images: of fake CUDA tensors, and of each DTN layer."""
+    layers: list[tuple[Any, ...]] = []
+
+    class ModelCounter(Counter):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is torch.ops.mmdtn.dtn.default:
+                x, *_, position, dtype, pool_size = args[:8]
+                layers.append((*x.shape[1:], len(position), pool_size, dtype, x.nbytes))
+                return func(*args, **(kwargs or {}))
+            return super().__torch_dispatch__(func, types, args, kwargs)
+
+    model = build().eval()
+    tensors = dict([*model.named_parameters(), *model.named_buffers()])
+    with FakeTensorMode(), torch.device('cuda'), torch.no_grad():
+        state = {name: torch.empty(t.shape, dtype=t.dtype) for name, t in tensors.items()}
+        images = torch.empty(shape)
+        with ModelCounter() as counter:
+            torch.func.functional_call(model, state, (images,))
+    launches, moved = counter.launches, counter.moved
+    for (H, W, C, heads, pool_size, dtype, nbytes), times in Counts(layers).items():
+        forward, _, _ = count_dtn(1, H, W, C, heads, pool_size, dtype)  # a further image costs what the first does
+        launches += times * forward.launches
+        moved += times * int(forward.moved * nbytes)
+    return launches, moved

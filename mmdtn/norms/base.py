@@ -1,0 +1,70 @@
+"""What this package's normalisers beside DTN share: the checks of their input, and what others ask them."""
+
+import inspect
+
+import torch
+from torch import Tensor, nn
+
+
+class TokenNorm(nn.Module):
+    """Normalises tokens with channels last: ``B x H x W x C``, ``B x T x C``, or ``B x 1 x (T + 1) x C``.
+
+    The output has the dtype of the input. A subclass keeps each argument under its own name, and computes in
+    :meth:`normalise`.
+    """
+
+    FEWEST_DIMENSIONS = 2
+    repeatable = True  # a second forward of the same step, as checkpointing runs one, computes the same
+
+    def __init__(self, num_features: int, eps: float) -> None:
+        super().__init__()
+        if not isinstance(num_features, int) or isinstance(num_features, bool) or num_features < 1:
+            raise ValueError(
+                f'num_features={num_features!r}: {type(self).__name__} needs the number of channels, from 1 on.'
+            )
+        self.num_features = num_features
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not x.is_floating_point():
+            raise ValueError(
+                f'{type(self).__name__} normalises floating-point tokens, but got {x.dtype}. Convert them first, as in '
+                'x.float().'
+            )
+        if x.dim() < self.FEWEST_DIMENSIONS or x.shape[-1] != self.num_features:
+            raise ValueError(
+                f'This {type(self).__name__} takes {self.num_features} channels in the last dimension of '
+                f'{self.FEWEST_DIMENSIONS} or more, but got {" x ".join(map(str, x.shape))}. Turn B x C x H x W around '
+                'first: x.permute(0, 2, 3, 1).'
+            )
+        return self.normalise(x).to(x.dtype)
+
+    def normalise(self, x: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def extra_repr(self) -> str:
+        options = [p for p in inspect.signature(type(self)).parameters.values() if p.default is not p.empty]
+        unusual = (f'{p.name}={getattr(self, p.name)!r}' for p in options if getattr(self, p.name) != p.default)
+        return ', '.join([str(self.num_features), *unusual])
+
+
+class BatchStatisticsNorm(TokenNorm):
+    """Learns statistics of batches in training; evaluation mode, and a backbone's ``norm_eval``, freeze them."""
+
+
+def in_full_precision(x: Tensor) -> Tensor:
+    """Statistics cancel in half precision."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def check_groups(norm: TokenNorm, num_groups: int) -> None:
+    if not isinstance(num_groups, int) or num_groups < 1 or norm.num_features % num_groups:
+        raise ValueError(
+            f'num_groups={num_groups!r} does not divide the num_features={norm.num_features} of '
+            f'{type(norm).__name__}: choose one of their divisors.'
+        )
+
+
+def check_more_than_one(tokens: int) -> None:
+    if tokens == 1:
+        raise ValueError('unbiased=True divides by T - 1, which is 0 for an image of one token.')

@@ -1,0 +1,71 @@
+"""From a ``norm_cfg`` and a place in a model to a module.
+
+A norm is found by its class, so that ``type='DTN'``, ``type='mmengine.DTN'`` and ``type=DTN`` are the same. What it
+takes from its place unless the ``norm_cfg`` says otherwise stands in its class as ``FROM_PLACE``: names of ``Place``.
+"""
+
+from typing import Any, NamedTuple
+
+from mmengine.registry import MODELS
+from torch import nn
+
+from .batch import TokenBN
+from .image import TokenGN, TokenIN
+
+SIBLINGS = {'BN': TokenBN, 'IN': TokenIN, 'GN': TokenGN}  # MM registers channels-first classes under these short names
+CHANNELS_FIRST = (
+    nn.modules.batchnorm._NormBase,  # every batch and instance norm; torch has no public name for them all
+    nn.GroupNorm,
+)
+
+
+class Place(NamedTuple):
+    """What a block knows that a norm may want."""
+
+    num_heads: int = 1
+    pool_size: int = 1
+    eps: float = 1e-5
+
+    @property
+    def num_groups(self) -> int:
+        """The heads, as GroupNorm calls them."""
+        return self.num_heads
+
+
+ANYWHERE = Place()
+
+
+def build_norm(cfg: dict[str, Any], channels: int, place: Place = ANYWHERE) -> nn.Module:
+    """A normaliser of the last dimension of ``B x H x W x C``.
+
+    Example:
+        >>> build_norm(dict(type='DTN'), 64, Place(num_heads=4, pool_size=2))
+        DTN(64, num_heads=4, pool_size=2)
+    """
+    norm = norm_class(cfg)
+    from_place = ('eps',) if norm is nn.LayerNorm else getattr(norm, 'FROM_PLACE', ())
+    options = {name: getattr(place, name) for name in from_place} | cfg
+    return norm(channels, **{name: value for name, value in options.items() if name != 'type'})
+
+
+def norm_class(cfg: dict[str, Any]) -> type[nn.Module]:
+    """The class that the ``type`` of a ``norm_cfg`` names."""
+    kind = cfg['type']
+    if isinstance(kind, str):
+        found = nn.LayerNorm if kind.rpartition('.')[2] == 'LN' else SIBLINGS.get(kind) or MODELS.get(kind)
+        if found is None:
+            raise ValueError(f"norm_cfg has type={kind!r}, which nothing registered. Try 'DTN' or 'LN'.")
+        kind = found
+    # A subclass with a forward of its own may take channels last.
+    if issubclass(kind, CHANNELS_FIRST) and kind.forward.__module__.startswith('torch.'):
+        raise ValueError(
+            f'norm_cfg has type={cfg["type"]!r}: {kind.__name__} takes B x C x H x W, but the tokens of this backbone '
+            f"have their channels last, B x H x W x C. Choose 'DTN', 'LN' or another norm of the last dimension; the "
+            "short names 'BN', 'IN' and 'GN' stand for such norms."
+        )
+    return kind
+
+
+def needs_grid(cfg: dict[str, Any]) -> bool:
+    """Whether the norm must know each token's place, which a class token does not have."""
+    return getattr(norm_class(cfg), 'NEEDS_GRID', False)

@@ -1,0 +1,102 @@
+"""Switchable Normalization (Luo et al., arXiv 1806.10779) of tokens."""
+
+import torch
+from mmengine.registry import MODELS
+from torch import Tensor, nn
+
+from .base import BatchStatisticsNorm, check_more_than_one, in_full_precision
+from .processes import batch_mean
+
+
+@MODELS.register_module()
+class SN(BatchStatisticsNorm):
+    r"""Normalises by a learned mix of the statistics of InstanceNorm, LayerNorm and BatchNorm::
+
+        y   = weight * (x - mu) / sqrt(var + eps) + bias
+        mu  = w1 mu_in + w2 mu_ln + w3 mu_bn       w = softmax(mean_weight)
+        var = v1 var_in + v2 var_ln + v3 var_bn    v = softmax(var_weight)
+
+    Args:
+        num_features: Channels, C.
+        eps: Added to the variance.
+        momentum: Share of the new batch in the running statistics.
+        ln: Whose statistics LayerNorm's are: each ``'token'``'s, as in the DTN paper, or the whole ``'image'``'s, as in
+            SN's own code.
+        batch: False leaves out BatchNorm and its weights.
+        unbiased: Divide the variance of InstanceNorm by T - 1, and take the others but a token's from it, as SN's own
+            code does.
+        sync: In distributed training, take the batch of all processes.
+
+    Example:
+        >>> SN(64)(torch.randn(2, 25, 42, 64)).shape
+        torch.Size([2, 25, 42, 64])
+    """
+
+    FEWEST_DIMENSIONS = 3
+    running_mean: Tensor
+    running_var: Tensor
+
+    def __init__(
+        self,
+        num_features: int,
+        eps: float = 1e-5,
+        momentum: float = 0.1,
+        ln: str = 'token',
+        batch: bool = True,
+        unbiased: bool = False,
+        sync: bool = True,
+    ) -> None:
+        super().__init__(num_features, eps)
+        if ln not in ('token', 'image'):
+            raise ValueError(f"ln={ln!r}: choose 'token', as the DTN paper's LayerNorm, or 'image', as SN's.")
+        self.momentum, self.ln, self.batch, self.unbiased, self.sync = momentum, ln, batch, unbiased, sync
+        self.weight = nn.Parameter(torch.ones(num_features))
+        self.bias = nn.Parameter(torch.zeros(num_features))
+        self.mean_weight = nn.Parameter(torch.ones(2 + batch))
+        self.var_weight = nn.Parameter(torch.ones(2 + batch))
+        if batch:
+            self.register_buffer('running_mean', torch.zeros(num_features))
+            self.register_buffer('running_var', torch.ones(num_features))
+
+    def normalise(self, x: Tensor) -> Tensor:
+        tokens = in_full_precision(x).flatten(1, -2)
+        T = tokens.shape[1]
+        w, v = self.mean_weight.to(tokens).softmax(0), self.var_weight.to(tokens).softmax(0)
+
+        mean, var = _moments(tokens, 1)
+        if self.unbiased:
+            check_more_than_one(T)
+            var = var * (T / (T - 1))
+        ln_mean, ln_var = _moments(tokens, -1) if self.ln == 'token' else _pooled(mean, var, -1)
+        of_channels_mean, of_channels_var = w[0] * mean, v[0] * var
+        if self.batch:
+            bn_mean, bn_var = self._of_batch(mean, var, T)
+            of_channels_mean = of_channels_mean + w[2] * bn_mean
+            of_channels_var = of_channels_var + v[2] * bn_var
+        mu = of_channels_mean + w[1] * ln_mean
+        scale = (of_channels_var + self.eps + v[1] * ln_var).rsqrt()
+        y = torch.addcmul(self.bias.to(tokens), (tokens - mu) * scale, self.weight.to(tokens))
+        return y.view(x.shape)
+
+    def _of_batch(self, mean: Tensor, var: Tensor, T: int) -> tuple[Tensor, Tensor]:
+        """From the statistics of images, ``B x 1 x C``."""
+        if not self.training:
+            return self.running_mean.to(mean), self.running_var.to(mean)
+        mu = batch_mean(T * mean.sum((0, 1)), T * len(mean), self.sync)
+        of_batch = mu, batch_mean(T * (var + (mean - mu).square()).sum((0, 1)), T * len(mean), self.sync)
+        with torch.no_grad():
+            for running, new in zip((self.running_mean, self.running_var), of_batch, strict=True):
+                running.lerp_(new.to(running), self.momentum)
+        return of_batch
+
+
+def _moments(x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+    # Not torch.var_mean, which takes six times as long on CPUs. No gradient of a variance passes through the mean.
+    mean = x.mean(dim, keepdim=True)
+    return mean, (x - mean.detach()).square().mean(dim, keepdim=True)
+
+
+def _pooled(mean: Tensor, var: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+    """Mean and variance of all that has these means and variances, in equal parts."""
+    pooled = mean.mean(dim, keepdim=True)
+    return pooled, (var + (mean - pooled).square()).mean(dim, keepdim=True)

@@ -1,0 +1,89 @@
+"""DTN in plain torch: the definition that every back end is compared with, and what runs where there is no faster one.
+
+Letters as in docs/mathematics.md. It keeps what autograd keeps, ten times the input, and needs no more than torch does:
+any device and dtype, derivatives of any order, torch.func, export with open sizes.
+"""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+class Settings(NamedTuple):
+    """What a layer computes, beside its tensors."""
+
+    pool_size: int = 1
+    eps: float = 1e-5
+    prenorm: bool = True
+    unbiased: bool = False
+    pool_second_moment: bool = True
+    identity: bool = False
+
+
+def dtn(
+    x: Tensor, weight: Tensor, bias: Tensor, mean_lambda: Tensor, var_lambda: Tensor, position: Tensor, s: Settings
+) -> Tensor:
+    """``x``: B x H x W x C; ``weight``, ``bias``: C; lambdas: K; ``position``: K x 3. In the dtype of the weight."""
+    z = by_head(x.to(weight.dtype), len(position), s)
+    var, mean = torch.var_mean(z, (-2, -1), keepdim=True, correction=int(s.unbiased))
+    M, V = neighbourhood(z, position, s)
+    l, k = mean_lambda[:, None], var_lambda[:, None]
+    mu = l * mean + on_tokens((1 - l) * M, z, s.pool_size)
+    variance = k * var + on_tokens((1 - k) * V, z, s.pool_size)
+    return ((z - mu) * (variance + s.eps).rsqrt()).flatten(-2) * weight + bias
+
+
+def by_head(x: Tensor, heads: int, s: Settings) -> Tensor:
+    """B x H x W x K x c; with ``prenorm`` each head's slice of each token divided by its root mean square."""
+    z = x.unflatten(-1, (heads, x.shape[-1] // heads))
+    return z * (z.square().mean(-1, keepdim=True) + s.eps).rsqrt() if s.prenorm else z
+
+
+def neighbourhood(z: Tensor, position: Tensor, s: Settings) -> tuple[Tensor, Tensor]:
+    """Mean and variance by P, of cells: B x h x w x K x c each."""
+    # A variance does not change when all values shift by one number, here each channel's mean over the image: then
+    # E[z^2] - E[z]^2 cancels only as far as a neighbourhood differs from the image.
+    cells = pool(z, s.pool_size)
+    shift = cells.mean((1, 2), keepdim=True)
+    first = cells - shift
+    second = pool((z - shift).square(), s.pool_size) if s.pool_second_moment else first.square()
+    columns, rows = (axis_kernel(position, cells.shape[axis], axis, s.identity)[:, None] for axis in (1, 2))
+    maps = (t.permute(0, 3, 4, 1, 2) for t in (first, second))
+    M, V = ((columns @ Z @ rows.mT).permute(0, 3, 4, 1, 2) for Z in maps)
+    V = V - M.square()
+    # Rounding alone makes a variance negative, so the gradient passes where zero takes its place.
+    return M + shift, V + (V.clamp(min=0) - V).detach()
+
+
+def pool(tokens: Tensor, side: int) -> Tensor:
+    """Means over cells, B x H x W x K x c to B x h x w x K x c; a cell at the edge has the tokens that are there."""
+    if side == 1:
+        return tokens
+    height, width = tokens.shape[1:3]
+    h, w = (height + side - 1) // side, (width + side - 1) // side
+    padded = F.pad(tokens, (0, 0, 0, 0, 0, w * side - width, 0, h * side - height))
+    sums = padded.reshape(-1, h, side, w, side, *tokens.shape[3:]).sum((2, 4))
+    rows, columns = (
+        (size - side * torch.arange(n, device=tokens.device)).clamp(max=side) for size, n in ((height, h), (width, w))
+    )
+    return sums / (rows[:, None] * columns)[:, :, None, None]
+
+
+def on_tokens(cells: Tensor, tokens: Tensor, side: int) -> Tensor:
+    """Each token's cell: B x h x w x K x c to B x H x W x K x c."""
+    if side == 1:
+        return cells
+    rows, columns = (torch.arange(size, device=cells.device) // side for size in tokens.shape[1:3])
+    return cells.index_select(1, rows).index_select(2, columns)
+
+
+def axis_kernel(position: Tensor, size: int, axis: int, identity: bool = False) -> Tensor:
+    """P along one axis of the grid, K x n x n: softmax_j(a_1 d^2 + a d) with d = j - i; 1 is vertical, 2 horizontal."""
+    index = torch.arange(size, device=position.device)
+    shift = index[None] - index[:, None]
+    if identity:
+        return (shift == 0).to(position.dtype).expand(len(position), size, size)
+    linear = position[:, 3 - axis, None, None]
+    return (position[:, :1, None] * shift.square() + linear * shift).softmax(-1)

@@ -1,0 +1,89 @@
+"""The definition: its derivatives, torch.func, export, and every device and dtype. The dense form is in tests/norms."""
+
+import functools
+
+import pytest
+import torch
+from torch import nn
+
+from mmdtn.ops import Settings, dtn, reference
+
+from .settings import in_float64, random_tensors
+
+SETTINGS = [
+    Settings(),
+    Settings(pool_size=2),
+    Settings(prenorm=False, unbiased=True),
+    Settings(pool_size=3, prenorm=False, pool_second_moment=False),
+    Settings(pool_size=2, identity=True),
+]
+
+
+@pytest.mark.parametrize('s', SETTINGS)
+def test_derivatives_of_first_and_second_order(s):
+    tensors = in_float64(random_tensors((1, 3, 4, 6), 2)[0])
+    for function in (reference.dtn, dtn):  # the operator too, for which the reference differentiates twice
+        assert torch.autograd.gradcheck(functools.partial(function, s=s), tensors)
+        assert torch.autograd.gradgradcheck(functools.partial(function, s=s), tensors)
+
+
+def test_the_clamp_of_a_rounded_variance_lets_its_gradient_pass():
+    """In a flat neighbourhood rounding decides which side of zero the variance is on; the gradient must not follow."""
+    (x, *parameters), _ = random_tensors((1, 4, 4, 2), 1)
+    with torch.no_grad():
+        x.copy_(torch.tensor([0.3, 0.7]))
+        parameters[3].fill_(0)
+    s = Settings(prenorm=False, eps=1.0)
+    step = torch.zeros_like(x)
+    step[0, 0, 0, 0] = 1.0
+    # V is 0 at the bottom of a parabola there: its gradient is 0 in every direction, and so is that of x through it.
+    (grad,) = torch.autograd.grad(reference.dtn(x, *parameters, s).sum(), x)
+    exact = torch.autograd.functional.jvp(
+        lambda t: reference.dtn(t, *(p.double() for p in parameters), s).sum(), x.double(), step.double()
+    )[1]
+    assert grad[0, 0, 0, 0] == pytest.approx(float(exact), abs=1e-5)
+
+
+@pytest.mark.parametrize('s', SETTINGS[:2])
+@pytest.mark.parametrize('function', [reference.dtn, dtn])
+def test_transforms_of_torch_func(function, s):
+    tensors, upstream = random_tensors((2, 5, 6, 8), 2)
+    x, *parameters = in_float64(tensors)
+
+    def loss(x):
+        return (function(x, *parameters, s) * upstream).sum()
+
+    (expected,) = torch.autograd.grad(loss(x), x)
+    torch.testing.assert_close(torch.func.grad(loss)(x), expected)
+    several = torch.stack((x, 2 * x)).detach()
+    mapped = torch.func.vmap(lambda t: function(t, *parameters, s))(several)
+    torch.testing.assert_close(mapped, torch.stack([function(t, *parameters, s) for t in several]))
+
+
+@pytest.mark.parametrize('s', [Settings(), Settings(pool_size=2)])
+def test_exports_with_open_height_and_width(s):
+    class Layer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.parameters_of_dtn = nn.ParameterList(random_tensors((1, 1, 1, 8), 2)[0][1:])
+
+        def forward(self, x):
+            return dtn(x, *self.parameters_of_dtn, s)
+
+    layer = Layer()
+    sizes = {1: 2 * torch.export.Dim('h', min=2, max=64), 2: 2 * torch.export.Dim('w', min=2, max=64)}
+    program = torch.export.export(layer, (torch.randn(2, 8, 6, 8),), dynamic_shapes=(sizes,))
+    assert 'mmdtn' not in str(program.graph), 'nobody else knows the operators of this package'
+    for height, width in ((4, 4), (20, 6), (6, 50)):
+        x = torch.randn(2, height, width, 8)
+        torch.testing.assert_close(program.module()(x), layer(x), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize('dtype', [torch.half, torch.bfloat16])
+def test_computes_in_the_dtype_of_the_parameters(dtype):
+    (x, *parameters), _ = random_tensors((2, 5, 6, 8), 2)
+    x = x.detach().to(dtype)
+    exact = reference.dtn(x.float(), *parameters, Settings())
+    assert reference.dtn(x, *parameters, Settings()).equal(exact)
+    y = dtn(x.to('meta'), *(p.to('meta') for p in parameters), Settings())
+    assert (y.dtype, y.shape, y.device.type) == (dtype, x.shape, 'meta')
