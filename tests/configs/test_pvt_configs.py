@@ -26,6 +26,7 @@ def test_detector_trains_a_step_and_infers(name):
     detector_trains_a_step_and_infers(ROOT / name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('name', [name for name in DETECTION if '_ms-' in name])
 def test_multi_scale_training_is_of_the_same_detector(name):
     assert load(ROOT / name).model == load(ROOT / name.replace('_ms-', '_')).model

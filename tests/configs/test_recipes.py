@@ -131,6 +131,7 @@ def test_mixing_smoothing_drop_path_and_moving_average(built):
     assert averages == ([] if recipe['ema'] is None else [recipe['ema']])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('path', sorted(CONFIGS.glob('[!_]*/*_in1k.py')), ids=lambda path: path.stem)
 def test_configs_of_a_family_differ_in_the_model_alone(path):
     family = next(name for name in RECIPES if name.startswith(f'{path.parent.name}/'))

@@ -95,6 +95,7 @@ def test_faults_of_annotations_are_named_and_left_out(tmp_path, detector):
     assert f'{path} has 2 faults:' in log and 'annotation 2 of image 1 (000001.jpg) has category 99' in log
 
 
+@pytest.mark.slow
 def test_annotation_files_that_cannot_be_used_stop_the_run(tmp_path, detector):
     path = change_annotations(tmp_path, lambda content: content.update(images=[]))
     with pytest.raises(SystemExit, match=rf'error: {path} has no images'):

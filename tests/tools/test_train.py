@@ -45,7 +45,7 @@ def detector(tmp_path, data):
     [
         ('model.backbone.type=PVTDTM', r"type='PVTDTM' is not registered: .*; nearest: PVTDTN"),
         ('model.backbone.arch=tinny', r"PVTDTN: arch='tinny'.*; nearest: tiny"),
-        ('model.backbone.norm_cfg.type=DTM', r"type='DTM' is not registered: .*; nearest: DTN"),
+        ('model.backbone.norm_cfg.type=DTM', r"type='DTM' is not registered: .*; nearest: .*DTN"),
         ('model.backbone.norm_cfg.num_head=2', "DTN has no argument 'num_head'; nearest: num_heads"),
         ('model.backbone.norm_cfg.num_heads=3', 'num_heads=3 does not divide num_features=16'),
         ('optim_wrapper.optimizer.type=AdamWW', r"type='AdamWW' is not registered: .*; nearest: AdamW"),
