@@ -1,5 +1,6 @@
 from .pvt import PVTDTN
 from .swin import SwinDTN
+from .t2t import T2TViTDTN
 from .vit import ViTDTN
 
-__all__ = ['PVTDTN', 'SwinDTN', 'ViTDTN']
+__all__ = ['PVTDTN', 'SwinDTN', 'T2TViTDTN', 'ViTDTN']

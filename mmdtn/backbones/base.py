@@ -1,12 +1,13 @@
 """What every backbone does: loading pretrained weights and freezing, as MMDetection's backbones do."""
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from mmengine.logging import MMLogger, print_log
 from mmengine.model import BaseModule
 from timm.layers import trunc_normal_
-from torch import nn
+from torch import Tensor, nn
 
 from mmdtn.norms import BatchStatisticsNorm, MovingAverageNorm, TokenNorm
 
@@ -30,7 +31,7 @@ class Backbone(BaseModule):
                     'each time, so that gradients would be wrong. Leave with_cp out, or choose another norm_cfg.'
                 )
 
-    def frozen_parts(self) -> Iterable[nn.Module | nn.Parameter]:
+    def frozen_parts(self) -> Iterable[nn.Module | Tensor]:
         """What ``frozen_stages`` holds still: 0 the first patch embedding, n also the first n stages."""
         raise NotImplementedError
 
@@ -81,6 +82,31 @@ class Backbone(BaseModule):
                 if isinstance(module, (nn.modules.batchnorm._NormBase, BatchStatisticsNorm)):
                     module.eval()
         return self
+
+
+def architecture(arch: str | dict, archs: dict[str, dict[str, Any]], optional: tuple[str, ...] = ()) -> dict[str, Any]:
+    """The fields of an architecture: a name in ``archs``, all fields, or under ``'base'`` a name and what differs.
+
+    A field that is a tuple in ``archs``, and each of ``optional``, has a value for each stage.
+    """
+    said = dict(arch) if isinstance(arch, dict) else dict(base=arch)
+    base = said.pop('base', None)
+    example = next(iter(archs.values()))
+    fields = list(example)
+    if base is not None:
+        if base not in archs:
+            raise ValueError(f'arch={base!r}: choose one of {list(archs)}, or a dict of {fields}.')
+        said = archs[base] | said
+    may = f', and may have {", ".join(optional)}' if optional else ''
+    if missing := set(fields) - said.keys():
+        raise ValueError(f'arch lacks {sorted(missing)}; it needs {fields}{may}.')
+    if unknown := said.keys() - {*fields, *optional}:
+        raise ValueError(f'arch has unknown fields {sorted(unknown)}; it needs {fields}{may}.')
+    by_stage = {name: len(value) for name, value in example.items() if isinstance(value, tuple)}
+    for name in said:
+        if (name in by_stage or name in optional) and len(said[name]) != (stages := max(by_stage.values())):
+            raise ValueError(f'arch: {name}={said[name]} should have a value for each of the {stages} stages.')
+    return said
 
 
 @torch.no_grad()

@@ -59,13 +59,15 @@ class Block(nn.Module):
 class Attention(nn.Module):
     """Every token attends to all of its map, or to what a convolution has made ``sr_ratio`` times smaller a side."""
 
-    def __init__(self, channels: int, num_heads: int, sr_ratio: int = 1, norm_eps: float = 1e-6) -> None:
+    def __init__(
+        self, channels: int, num_heads: int, sr_ratio: int = 1, norm_eps: float = 1e-6, qkv_bias: bool = True
+    ) -> None:
         super().__init__()
         if channels % num_heads:
             raise ValueError(f'{num_heads} attention heads do not divide {channels} channels.')
         self.num_heads, self.sr_ratio = num_heads, sr_ratio
-        self.q = nn.Linear(channels, channels)
-        self.kv = nn.Linear(channels, 2 * channels)
+        self.q = nn.Linear(channels, channels, bias=qkv_bias)
+        self.kv = nn.Linear(channels, 2 * channels, bias=qkv_bias)
         self.proj = nn.Linear(channels, channels)
         if sr_ratio > 1:
             self.sr = nn.Conv2d(channels, channels, sr_ratio, sr_ratio)

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from mmdtn.norms import DTN, Place, needs_grid, norm_class
 
-from .base import Backbone
+from .base import Backbone, architecture
 from .layers import Attention, Block, drop_path_rates, pad_to_multiple
 
 STAGES = 4
@@ -200,23 +200,10 @@ class PatchEmbed(nn.Module):
 
 def _arch(arch: str | dict, norm_cfg: dict[str, Any]) -> dict[str, Any]:
     """The fields of an architecture; heads follow the normaliser unless they are said."""
-    said = dict(arch) if isinstance(arch, dict) else dict(base=arch)
-    base = said.pop('base', None)
-    if base is not None:
-        if base not in ARCHS:
-            raise ValueError(f'arch={base!r}: choose one of {list(ARCHS)}, or a dict of {list(ARCHS["tiny"])}.')
-        heads = DTN_HEADS if issubclass(norm_class(norm_cfg), DTN) else LN_HEADS
-        said = dict(ARCHS[base], num_heads=heads) | said
-    fields = {*ARCHS['tiny'], 'num_heads'}
-    if missing := fields - said.keys():
-        raise ValueError(f'arch lacks {sorted(missing)}; it needs {sorted(fields)}, and may have norm_heads.')
-    if unknown := said.keys() - fields - {'norm_heads'}:
-        raise ValueError(f'arch has unknown fields {sorted(unknown)}; known are {sorted(fields)} and norm_heads.')
-    said.setdefault('norm_heads', said['num_heads'])
-    for name in ('depths', 'widths', 'mlp_ratios', 'sr_ratios', 'num_heads', 'norm_heads'):
-        if len(said[name]) != STAGES:
-            raise ValueError(f'arch: {name}={said[name]} should have a value for each of the {STAGES} stages.')
-    return said
+    heads = DTN_HEADS if issubclass(norm_class(norm_cfg), DTN) else LN_HEADS
+    archs = {name: fields | dict(num_heads=heads) for name, fields in ARCHS.items()}
+    said = architecture(arch, archs, optional=('norm_heads',))
+    return dict(norm_heads=said['num_heads']) | said
 
 
 LN_HEADS = (1, 2, 5, 8)

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from mmdtn.norms import Place
 
-from .base import Backbone
+from .base import Backbone, architecture
 from .layers import Block, drop_path_rates
 
 STAGES = 4
@@ -215,22 +215,8 @@ def _of_all_windows(kinds: Tensor, rows: int, columns: int) -> Tensor:
 
 def _arch(arch: str | dict) -> dict[str, Any]:
     """The fields of an architecture; DTN's heads are the attention's unless they are said."""
-    said = dict(arch) if isinstance(arch, dict) else dict(base=arch)
-    base = said.pop('base', None)
-    fields = list(ARCHS['tiny'])
-    if base is not None:
-        if base not in ARCHS:
-            raise ValueError(f'arch={base!r}: choose one of {list(ARCHS)}, or a dict of {fields}.')
-        said = ARCHS[base] | said
-    if missing := set(fields) - said.keys():
-        raise ValueError(f'arch lacks {sorted(missing)}; it needs {fields}, and may have norm_heads.')
-    if unknown := said.keys() - {*fields, 'norm_heads'}:
-        raise ValueError(f'arch has unknown fields {sorted(unknown)}; known are {fields} and norm_heads.')
-    said.setdefault('norm_heads', said['num_heads'])
-    for name in ('depths', 'num_heads', 'norm_heads'):
-        if len(said[name]) != STAGES:
-            raise ValueError(f'arch: {name}={said[name]} should have a value for each of the {STAGES} stages.')
-    return said
+    said = architecture(arch, ARCHS, optional=('norm_heads',))
+    return dict(norm_heads=said['num_heads']) | said
 
 
 ARCHS: dict[str, dict[str, Any]] = dict(

@@ -11,12 +11,116 @@ from torch.utils.checkpoint import checkpoint
 
 from mmdtn.norms import Place, needs_grid
 
-from .base import Backbone
+from .base import Backbone, architecture
 from .layers import Attention, Block, drop_path_rates, pad_to_multiple
 
 
+class PlainBackbone(Backbone):
+    """Blocks of one width on one grid, the first ones normalised by ``norm_cfg``; arguments as in :class:`ViTDTN`.
+
+    A subclass makes tokens of an image. ``pos_embed``, ``1 x h x w x C``, is learned if it is a parameter.
+    """
+
+    def __init__(
+        self,
+        arch: dict[str, Any],
+        patch_embed: nn.Module,
+        pos_embed: Tensor,
+        norm_cfg: dict,
+        dtn_layers: int,
+        cls_from: int | None,
+        out_indices: Sequence[int],
+        out_type: str,
+        drop_path_rate: float,
+        frozen_stages: int,
+        norm_eval: bool,
+        with_cp: bool,
+        init_cfg: dict | None,
+        eps: float,
+        qkv_bias: bool,
+    ) -> None:
+        super().__init__(frozen_stages, norm_eval, init_cfg)
+        width, depth, num_heads = arch['width'], arch['depth'], arch['num_heads']
+        if out_type not in ('cls_token', 'avg_featmap', 'featmap'):
+            raise ValueError(f"out_type={out_type!r}: choose 'cls_token', 'avg_featmap' or 'featmap'.")
+        if not all(-depth <= i < depth for i in out_indices) or not 0 <= dtn_layers <= depth:
+            raise ValueError(f'out_indices={out_indices} or dtn_layers={dtn_layers} is not within {depth} blocks.')
+        if cls_from is None and out_type == 'cls_token':
+            cls_from = dtn_layers if needs_grid(norm_cfg) else 0
+        if cls_from is not None and not 0 <= cls_from < depth:
+            raise ValueError(
+                f'The class token cannot join before block {cls_from} of 0 to {depth - 1}: it would see no patch. '
+                f'Choose dtn_layers and cls_from below {depth}, or out_type={"avg_featmap"!r}.'
+            )
+        if cls_from is not None and cls_from < dtn_layers and needs_grid(norm_cfg):
+            raise ValueError(
+                f'The class token joins before block {cls_from}, but has no place on the grid that the first '
+                f'dtn_layers={dtn_layers} blocks need for DTN: cls_from should be {dtn_layers} or more.'
+            )
+        self.out_type = out_type
+        self.cls_from = cls_from
+        self.with_cp = with_cp
+        self.num_features = width
+        self.out_indices = tuple(i % depth for i in out_indices) if out_type == 'featmap' else (depth - 1,)
+
+        self.patch_embed = patch_embed
+        self.pos_embed: Tensor
+        if isinstance(pos_embed, nn.Parameter):
+            self.pos_embed = pos_embed
+        else:
+            self.register_buffer('pos_embed', pos_embed, persistent=False)
+        if cls_from is not None:
+            self.cls_token = nn.Parameter(torch.zeros(1, 1, 1, width))
+        norms = [norm_cfg] * dtn_layers + [dict(type='LN')] * (depth - dtn_layers)
+        self.blocks = nn.ModuleList(
+            Block(
+                width,
+                Attention(width, num_heads, qkv_bias=qkv_bias),
+                arch['mlp_ratio'],
+                rate,
+                cfg,
+                Place(num_heads, eps=eps),
+            )
+            for rate, cfg in zip(drop_path_rates(drop_path_rate, depth), norms, strict=True)
+        )[: max(self.out_indices) + 1]
+        if depth - 1 in self.out_indices:
+            self.norm = nn.LayerNorm(width, eps=eps)
+        self.depth = depth
+        if with_cp:
+            self.check_checkpointing()
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        x = self.tokens(x)
+        grid = x.shape
+        outs = {}
+        for i, block in enumerate(self.blocks):
+            if i == self.cls_from:
+                # Without a grid, as one row: attention over all tokens and LayerNorm do not ask for more.
+                x = torch.cat((self.cls_token.expand(len(x), -1, -1, -1).to(x.dtype), x.flatten(1, 2)[:, None]), 2)
+            x = checkpoint(block, x, use_reentrant=False) if self.with_cp and x.requires_grad else block(x)
+            if i in self.out_indices:
+                outs[i] = x
+        if self.out_type == 'cls_token':
+            return (self.norm(x[:, 0, 0]),)
+        outs = {i: t if t.shape == grid else t[:, 0, 1:].reshape(grid) for i, t in outs.items()}
+        if self.depth - 1 in outs:
+            outs[self.depth - 1] = self.norm(outs[self.depth - 1])
+        if self.out_type == 'avg_featmap':
+            return (outs[self.depth - 1].mean((1, 2)),)
+        return tuple(outs[i].permute(0, 3, 1, 2).contiguous() for i in self.out_indices)
+
+    def tokens(self, images: Tensor) -> Tensor:
+        """``B x C' x H x W`` to ``B x h x w x C``, with their positions."""
+        raise NotImplementedError
+
+    def frozen_parts(self) -> Iterator[nn.Module | Tensor]:
+        yield self.patch_embed
+        yield self.pos_embed
+        yield from self.blocks[: self.frozen_stages]
+
+
 @MODELS.register_module()
-class ViTDTN(Backbone):
+class ViTDTN(PlainBackbone):
     """ViT (arXiv 2010.11929, as in DeiT) on maps ``B x H x W x C``, its first blocks normalised by DTN.
 
     DTN needs a token's place on the grid, which a class token does not have: it joins after the blocks with DTN.
@@ -65,93 +169,30 @@ class ViTDTN(Backbone):
         with_cp: bool = False,
         init_cfg: dict | None = None,
     ) -> None:
-        super().__init__(frozen_stages, norm_eval, init_cfg)
-        a = _arch(arch)
-        width, depth, num_heads = a['width'], a['depth'], a['num_heads']
-        if out_type not in ('cls_token', 'avg_featmap', 'featmap'):
-            raise ValueError(f"out_type={out_type!r}: choose 'cls_token', 'avg_featmap' or 'featmap'.")
-        if not all(-depth <= i < depth for i in out_indices) or not 0 <= dtn_layers <= depth:
-            raise ValueError(f'out_indices={out_indices} or dtn_layers={dtn_layers} is not within {depth} blocks.')
-        if cls_from is None and out_type == 'cls_token':
-            cls_from = dtn_layers if needs_grid(norm_cfg) else 0
-        if cls_from is not None and not 0 <= cls_from < depth:
-            raise ValueError(
-                f'The class token cannot join before block {cls_from} of 0 to {depth - 1}: it would see no patch. '
-                f'Choose dtn_layers and cls_from below {depth}, or out_type={"avg_featmap"!r}.'
-            )
-        if cls_from is not None and cls_from < dtn_layers and needs_grid(norm_cfg):
-            raise ValueError(
-                f'The class token joins before block {cls_from}, but has no place on the grid that the first '
-                f'dtn_layers={dtn_layers} blocks need for DTN: cls_from should be {dtn_layers} or more.'
-            )
-        self.out_type = out_type
-        self.patch_size = patch_size
-        self.cls_from = cls_from
-        self.with_cp = with_cp
-        self.num_features = width
-        self.out_indices = tuple(i % depth for i in out_indices) if out_type == 'featmap' else (depth - 1,)
-
+        a = architecture(arch, ARCHS)
         side = -(-img_size // patch_size)
-        self.patch_embed = nn.Conv2d(in_channels, width, patch_size, patch_size)
-        self.pos_embed = nn.Parameter(torch.zeros(1, side, side, width))
-        if cls_from is not None:
-            self.cls_token = nn.Parameter(torch.zeros(1, 1, 1, width))
-        norms = [norm_cfg] * dtn_layers + [dict(type='LN')] * (depth - dtn_layers)
-        self.blocks = nn.ModuleList(
-            Block(
-                width,
-                Attention(width, num_heads),
-                a['mlp_ratio'],
-                rate,
-                cfg,
-                Place(num_heads, eps=1e-6),
-            )
-            for rate, cfg in zip(drop_path_rates(drop_path_rate, depth), norms, strict=True)
-        )[: max(self.out_indices) + 1]
-        if depth - 1 in self.out_indices:
-            self.norm = nn.LayerNorm(width, eps=1e-6)
-        self.depth = depth
-        if with_cp:
-            self.check_checkpointing()
+        super().__init__(
+            a,
+            nn.Conv2d(in_channels, a['width'], patch_size, patch_size),
+            nn.Parameter(torch.zeros(1, side, side, a['width'])),
+            norm_cfg,
+            dtn_layers,
+            cls_from,
+            out_indices,
+            out_type,
+            drop_path_rate,
+            frozen_stages,
+            norm_eval,
+            with_cp,
+            init_cfg,
+            eps=1e-6,
+            qkv_bias=True,
+        )
+        self.patch_size = patch_size
 
-    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        x = self.patch_embed(pad_to_multiple(x, self.patch_size, self.patch_size)).permute(0, 2, 3, 1)
-        x = x.contiguous() + resample_abs_pos_embed_nhwc(self.pos_embed, list(x.shape[1:3]))
-        grid = x.shape
-        outs = {}
-        for i, block in enumerate(self.blocks):
-            if i == self.cls_from:
-                # Without a grid, as one row: attention over all tokens and LayerNorm do not ask for more.
-                x = torch.cat((self.cls_token.expand(len(x), -1, -1, -1).to(x.dtype), x.flatten(1, 2)[:, None]), 2)
-            x = checkpoint(block, x, use_reentrant=False) if self.with_cp and x.requires_grad else block(x)
-            if i in self.out_indices:
-                outs[i] = x
-        if self.out_type == 'cls_token':
-            return (self.norm(x[:, 0, 0]),)
-        outs = {i: t if t.shape == grid else t[:, 0, 1:].reshape(grid) for i, t in outs.items()}
-        if self.depth - 1 in outs:
-            outs[self.depth - 1] = self.norm(outs[self.depth - 1])
-        if self.out_type == 'avg_featmap':
-            return (outs[self.depth - 1].mean((1, 2)),)
-        return tuple(outs[i].permute(0, 3, 1, 2).contiguous() for i in self.out_indices)
-
-    def frozen_parts(self) -> Iterator[nn.Module | nn.Parameter]:
-        yield self.patch_embed
-        yield self.pos_embed
-        yield from self.blocks[: self.frozen_stages]
-
-
-def _arch(arch: str | dict) -> dict[str, Any]:
-    said = dict(arch) if isinstance(arch, dict) else dict(base=arch)
-    base = said.pop('base', None)
-    fields = list(ARCHS['s'])
-    if base is not None:
-        if base not in ARCHS:
-            raise ValueError(f'arch={base!r}: choose one of {list(ARCHS)}, or a dict of {fields}.')
-        said = ARCHS[base] | said
-    if said.keys() != set(fields):
-        raise ValueError(f'arch has the fields {sorted(said)}; it needs just {fields}.')
-    return said
+    def tokens(self, images: Tensor) -> Tensor:
+        x = self.patch_embed(pad_to_multiple(images, self.patch_size, self.patch_size)).permute(0, 2, 3, 1)
+        return x.contiguous() + resample_abs_pos_embed_nhwc(self.pos_embed, list(x.shape[1:3]))
 
 
 def _vit(width: int, num_heads: int) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from .files import load, read, write
 from .formats import CHOICES
 from .pvt import from_mmdet_pvt, from_pvt, from_timm_pvt_v2
 from .swin import from_microsoft_swin, from_mmdet_swin, from_mmpretrain_swin, from_timm_swin
+from .t2t import from_mmpretrain_t2t, from_t2t
 from .vit import from_timm_vit
 
 __all__ = [
@@ -16,7 +17,9 @@ __all__ = [
     'from_mmdet_pvt',
     'from_mmdet_swin',
     'from_mmpretrain_swin',
+    'from_mmpretrain_t2t',
     'from_pvt',
+    'from_t2t',
     'from_timm_pvt_v2',
     'from_timm_swin',
     'from_timm_vit',

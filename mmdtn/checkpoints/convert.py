@@ -138,9 +138,9 @@ def _check_function(ours: State, backbone: nn.Module, name: str, warm_start: flo
                 "heads of the file, as arch=dict(base='tiny', num_heads=(1, 2, 5, 8), norm_heads=(4, 4, 5, 8)) for PVT "
                 'with LayerNorm, where norm_heads are those of DTN.'
             )
-    if name == 'timm-vit' and getattr(backbone, 'cls_from', None):
+    if name in ('timm-vit', 't2t', 'mmpretrain-t2t') and getattr(backbone, 'cls_from', None):
         raise ValueError(
-            f"timm's ViTs have the class token from the first block on, but this target's joins before block "
+            f'{name} files have the class token from the first block on, but the target takes it before block '
             f'{backbone.cls_from}: with the same weights it would compute something else. It needs LayerNorm in all '
             "blocks and cls_from=0, or out_type='featmap' without a class token."
         )

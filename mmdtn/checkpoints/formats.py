@@ -9,6 +9,7 @@ from torch import Tensor
 from .dtn import from_dtn_pvt, from_dtn_vit
 from .pvt import from_mmdet_pvt, from_pvt, from_timm_pvt_v2
 from .swin import from_microsoft_swin, from_mmdet_swin, from_mmpretrain_swin, from_timm_swin
+from .t2t import from_mmpretrain_t2t, from_t2t
 from .vit import from_timm_vit
 
 State = dict[str, Tensor]
@@ -21,7 +22,7 @@ def _pvt_heads(attention: str, state: State) -> int | None:
 
 
 def _vit_heads(attention: str, state: State) -> int | None:
-    return state[f'{attention}.q.weight'].shape[0] // 64  # so it is in all ViT and DeiT
+    return state[f'{attention}.q.weight'].shape[0] // 64  # so it is in all ViT, DeiT and T2T-ViT
 
 
 def _dtn_heads(attention: str, state: State) -> int | None:
@@ -66,6 +67,7 @@ def _any(pattern: str, keys: list[str]) -> bool:
 
 
 _SWIN = {r'.*\.(relative_position_index|attn_mask)$': 'computed from the window size'}
+_T2T = {'pos_embed$': 'computed from the size of the image'}
 _DTN = {
     r'.*\.pos_proj\.bias$': 'the softmax over neighbours cancels it',
     r'.*\.rel_indices$': 'computed from the grid of each input',
@@ -112,24 +114,29 @@ FORMATS = {
         _vit_heads,
         misses=(r'.*norm_weight$', 'dist_token'),
     ),
+    't2t': Format('T2TViTDTN', (r'tokens_to_token\.attention1\.', r'blocks\.0\.'), from_t2t, _vit_heads, dropped=_T2T),
+    'mmpretrain-t2t': Format(
+        'T2TViTDTN', (r'tokens_to_token\.attention1\.', r'encoder\.0\.'), from_mmpretrain_t2t, _vit_heads, dropped=_T2T
+    ),
     'dtn-pvt': Format('PVTDTN', (r'patch_embed1\.', r'.*\.var_norm_weight$'), from_dtn_pvt, _dtn_heads, dropped=_DTN),
     'dtn-vit': Format(
         'ViTDTN', (r'patch_embed\.proj', r'.*\.var_norm_weight$'), from_dtn_vit, _dtn_heads, dropped=_DTN
     ),
     'mmdtn-pvt': Format('PVTDTN', (r'stages\.0\.patch_embed\.proj',), dict, _own_pvt_heads),
     'mmdtn-swin': Format('SwinDTN', (r'stages\.0\.blocks\.0\.attn\.relative_position_bias_table',), dict, _unsaid),
-    'mmdtn-vit': Format('ViTDTN', (r'blocks\.0\.attn\.q\.',), dict, _unsaid),
+    'mmdtn-vit': Format('ViTDTN', (r'blocks\.0\.attn\.q\.',), dict, _unsaid, misses=(r'patch_embed\.attention1',)),
+    'mmdtn-t2t': Format('T2TViTDTN', (r'patch_embed\.attention1\.', r'blocks\.0\.attn\.q\.'), dict, _unsaid),
 }
 # What users say, where it is not the name of one format: the candidates.
 GROUPS = {
     'timm': ('timm-pvt', 'timm-swin', 'timm-vit'),
     'dtn': ('dtn-pvt', 'dtn-vit'),
-    'mmdtn': ('mmdtn-pvt', 'mmdtn-swin', 'mmdtn-vit'),
+    'mmdtn': ('mmdtn-pvt', 'mmdtn-swin', 'mmdtn-vit', 'mmdtn-t2t'),
     'auto': tuple(FORMATS),
 }
 
 
-CHOICES = ('pvt', 'mmdet-pvt', 'swin', 'mmdet-swin', 'mmpretrain-swin', *GROUPS)
+CHOICES = ('pvt', 'mmdet-pvt', 'swin', 'mmdet-swin', 'mmpretrain-swin', 't2t', 'mmpretrain-t2t', *GROUPS)
 
 
 def recognise(keys: Iterable[str], said: str) -> str:

@@ -234,15 +234,6 @@ def test_outputs_that_are_not_asked_for_leave_no_unused_norm(options):
     assert all(p.grad is not None for p in model.parameters())
 
 
-@pytest.mark.parametrize('out_type', ['featmap', 'avg_featmap'])
-@torch.no_grad()
-def test_features_of_an_image_do_not_depend_on_its_batch(out_type):
-    model = randomised(SwinDTN(SMALL, out_type=out_type))
-    x = torch.randn(3, 3, 64, 96)
-    for alone, together in zip(model(x[1:2]), model(x), strict=True):
-        torch.testing.assert_close(alone, together[1:2], rtol=1e-5, atol=1e-5)
-
-
 @pytest.mark.parametrize('arch', ['tiny', *(pytest.param(arch, marks=pytest.mark.slow) for arch in ('small', 'base'))])
 def test_forward_on_fake_cuda_tensors(arch):
     with FakeTensorMode(), torch.device('cuda'):
@@ -359,17 +350,6 @@ def test_pretrained_from_a_classifier_logs_what_it_did_not_find(tmp_path):
     for i in range(3):
         assert f'norm{i}.weight: not in the file, keeps its own start' in text
     assert 'dropped' not in text
-
-
-@pytest.mark.parametrize('norm', ['DTN', 'LN'])
-def test_builds_in_every_scope(norm):
-    import mmdet.registry
-    import mmengine.registry
-    import mmpretrain.registry
-
-    for package in (mmengine, mmdet, mmpretrain):
-        model = package.registry.MODELS.build(dict(type='SwinDTN', arch=SMALL, norm_cfg=dict(type=norm)))
-        assert model(torch.randn(1, 3, 32, 32))[0].shape == (1, 16, 8, 8)
 
 
 @pytest.mark.parametrize(

@@ -18,12 +18,17 @@ from torch import nn
 
 import mmdtn
 from mmdtn import checkpoints
-from mmdtn.backbones import PVTDTN, SwinDTN, ViTDTN
+from mmdtn.backbones import PVTDTN, SwinDTN, T2TViTDTN, ViTDTN
 from mmdtn.backbones.pvt import DTN_HEADS, LN_HEADS
 from mmdtn.checkpoints.convert import split
 from mmdtn.checkpoints.formats import FORMATS, State, recognise
 
-CLASSES = {'PVTDTN': (PVTDTN, 'cls_token'), 'SwinDTN': (SwinDTN, 'avg_featmap'), 'ViTDTN': (ViTDTN, 'cls_token')}
+CLASSES = {
+    'PVTDTN': (PVTDTN, 'cls_token'),
+    'SwinDTN': (SwinDTN, 'avg_featmap'),
+    'ViTDTN': (ViTDTN, 'cls_token'),
+    'T2TViTDTN': (T2TViTDTN, 'cls_token'),
+}
 
 
 def parse_args() -> argparse.Namespace:

@@ -1,0 +1,205 @@
+"""T2T-ViT: a Vision Transformer on tokens that two small attention layers and three soft splits make of an image."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from mmengine.registry import MODELS
+from timm.layers import resample_abs_pos_embed_nhwc
+from torch import Tensor, nn
+
+from .base import architecture
+from .vit import PlainBackbone
+
+SPLITS = ((7, 4, 2), (3, 2, 1), (3, 2, 1))  # kernel, stride, padding
+TOKEN_WIDTH = 64
+EPS = 1e-5
+RANDOM_FEATURES = 32
+
+
+@MODELS.register_module()
+class T2TViTDTN(PlainBackbone):
+    """T2T-ViT (arXiv 2101.11986) on maps ``B x H x W x C``, its first blocks normalised by DTN.
+
+    Attention in front of the blocks, on a grid of a fourth of the image's side, keeps its LayerNorm. The position
+    embedding is a fixed table of sines.
+
+    Args:
+        arch: ``'t-14' | 't-19' | 't-24'``, whose token module attends as transformers do; ``'14'``, where it attends as
+            performers do; or a dict of the fields of ``ARCHS``; with a name under ``'base'``, only of those that differ
+            from it.
+        norm_cfg: Normaliser of the first ``dtn_layers`` blocks: ``dict(type='DTN')``; ``dict(type='LN')`` is the
+            published T2T-ViT, or any registered one that works on ``B x H x W x C``. All other norms are LayerNorm.
+        dtn_layers: How many blocks take ``norm_cfg``.
+        cls_from: Block, from 0, before which the class token joins. None: for ``'cls_token'`` as soon as all blocks
+            that follow take LayerNorm, for the other outputs never.
+        out_indices: Blocks, from 0 or backwards from -1, whose maps ``'featmap'`` returns. Later blocks are not built.
+        out_type: ``'cls_token'``, a tuple of one ``B x C``; ``'avg_featmap'``, the same from the mean over the grid; or
+            ``'featmap'``, a tuple of ``B x C x H x W``. The last block is followed by a LayerNorm.
+        img_size: Side of the images for which the position table is made; it is resized for others.
+        in_channels: Channels of the image.
+        drop_path_rate: Stochastic depth of the last block.
+        frozen_stages: -1 nothing, 0 the token module, n also the first n blocks.
+        norm_eval: Keep batch norms, should ``norm_cfg`` bring any, in evaluation mode.
+        with_cp: Compute each block again in the backward pass, to save memory.
+        init_cfg: ``dict(type='Pretrained', checkpoint=..., prefix='backbone.')`` loads what MMPretrain saved.
+
+    Example:
+        >>> (features,) = T2TViTDTN('t-14')(torch.randn(1, 3, 64, 96))
+        >>> (maps,) = T2TViTDTN('t-14', out_type='featmap')(torch.randn(1, 3, 64, 96))
+        >>> features.shape, maps.shape
+        (torch.Size([1, 384]), torch.Size([1, 384, 4, 6]))
+    """
+
+    def __init__(
+        self,
+        arch: str | dict = 't-14',
+        norm_cfg: dict = dict(type='DTN'),  # noqa: B006  # MM's convention; never written to
+        dtn_layers: int = 10,
+        cls_from: int | None = None,
+        out_indices: Sequence[int] = (-1,),
+        out_type: str = 'cls_token',
+        img_size: int = 224,
+        in_channels: int = 3,
+        drop_path_rate: float = 0.1,
+        frozen_stages: int = -1,
+        norm_eval: bool = False,
+        with_cp: bool = False,
+        init_cfg: dict | None = None,
+    ) -> None:
+        a = architecture(arch, ARCHS)
+        side = img_size
+        for split in SPLITS:
+            side = _splits_along(side, *split)
+        super().__init__(
+            a,
+            TokensToToken(in_channels, a['width'], performer=a['performer']),
+            sines(1 + side * side, a['width'])[1:].view(1, side, side, -1),  # row 0 is the class token's
+            norm_cfg,
+            dtn_layers,
+            cls_from,
+            out_indices,
+            out_type,
+            drop_path_rate,
+            frozen_stages,
+            norm_eval,
+            with_cp,
+            init_cfg,
+            eps=EPS,
+            qkv_bias=False,
+        )
+
+    def init_weights(self) -> None:
+        super().init_weights()
+        if self.init_cfg is None and self.cls_from is not None:
+            with torch.no_grad():
+                self.cls_token.add_(sines(1, self.num_features).to(self.cls_token))
+
+    def tokens(self, images: Tensor) -> Tensor:
+        x = self.patch_embed(images)
+        return x + resample_abs_pos_embed_nhwc(self.pos_embed, list(x.shape[1:3]), antialias=False)
+
+
+class TokensToToken(nn.Module):
+    """``B x C x H x W`` to ``B x h x w x width``: each token takes up its neighbourhood, thrice, attention between."""
+
+    def __init__(self, in_channels: int, width: int, performer: bool) -> None:
+        super().__init__()
+        layer = TokenPerformer if performer else TokenTransformer
+        first, second, third = (kernel * kernel for kernel, _, _ in SPLITS)
+        self.attention1 = layer(in_channels * first, TOKEN_WIDTH)
+        self.attention2 = layer(TOKEN_WIDTH * second, TOKEN_WIDTH)
+        self.project = nn.Linear(TOKEN_WIDTH * third, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for split, layer in zip(SPLITS, (self.attention1, self.attention2, self.project), strict=True):
+            x = layer(soft_split(x, *split)).permute(0, 3, 1, 2)
+        return x.permute(0, 2, 3, 1)
+
+
+def soft_split(x: Tensor, kernel: int, stride: int, padding: int) -> Tensor:
+    """Overlapping patches of ``B x C x H x W`` as tokens ``B x h x w x (C kernel kernel)``."""
+    height, width = (_splits_along(side, kernel, stride, padding) for side in x.shape[2:])
+    return F.unfold(x, kernel, stride=stride, padding=padding).transpose(1, 2).unflatten(1, (height, width))
+
+
+def _splits_along(side: int, kernel: int, stride: int, padding: int) -> int:
+    return (side + 2 * padding - kernel) // stride + 1
+
+
+class TokenLayer(nn.Module):
+    """A transformer layer of one head that changes the width: where others add the input, it adds the values."""
+
+    def __init__(self, in_channels: int, channels: int, bias: bool, drop: float) -> None:
+        super().__init__()
+        self.norm1 = nn.LayerNorm(in_channels, eps=EPS)
+        self.qkv = nn.Linear(in_channels, 3 * channels, bias=bias)
+        self.proj = nn.Linear(channels, channels)
+        self.norm2 = nn.LayerNorm(channels, eps=EPS)
+        self.fc1 = nn.Linear(channels, channels)
+        self.fc2 = nn.Linear(channels, channels)
+        self.drop = nn.Dropout(drop)
+
+    def forward(self, x: Tensor) -> Tensor:
+        grid = x.shape[1:3]
+        q, k, v = self.qkv(self.norm1(x.flatten(1, 2))).chunk(3, -1)
+        x = v + self.drop(self.proj(self.attend(q, k, v)))
+        x = x + self.drop(self.fc2(F.gelu(self.fc1(self.norm2(x)))))
+        return x.unflatten(1, grid)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """All ``B x T x C``."""
+        raise NotImplementedError
+
+
+class TokenTransformer(TokenLayer):
+    def __init__(self, in_channels: int, channels: int) -> None:
+        super().__init__(in_channels, channels, bias=False, drop=0.0)
+        self.scale = in_channels**-0.5  # not that of the head's width: so it was published
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = (t[:, None].contiguous() for t in (q, k, v))
+        return F.scaled_dot_product_attention(q, k, v, scale=self.scale)[:, 0]
+
+
+class TokenPerformer(TokenLayer):
+    """Attention through random features of queries and keys, linear in the number of tokens (arXiv 2009.14794)."""
+
+    features: Tensor
+
+    def __init__(self, in_channels: int, channels: int) -> None:
+        super().__init__(in_channels, channels, bias=True, drop=0.1)
+        directions = nn.init.orthogonal_(torch.empty(RANDOM_FEATURES, channels))
+        self.register_buffer('features', directions * math.sqrt(RANDOM_FEATURES))
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        with torch.autocast(q.device.type, enabled=False):  # exponentials of squares
+            q, k = self.random_features(q.float()), self.random_features(k.float())
+            mixed = q @ (k.mT @ v.float())
+            return (mixed / (q @ k.sum(1)[..., None] + 1e-8)).to(v.dtype)
+
+    def random_features(self, x: Tensor) -> Tensor:
+        exponent = x @ self.features.float().mT - x.square().sum(-1, keepdim=True) / 2
+        return exponent.exp() / math.sqrt(RANDOM_FEATURES)
+
+
+def sines(positions: int, channels: int) -> Tensor:
+    """The table of "Attention Is All You Need", ``positions x channels``: sines in even channels, cosines in odd."""
+    pair = torch.arange(channels, dtype=torch.float64) // 2
+    angles = torch.arange(positions, dtype=torch.float64)[:, None] / 10000 ** (2 * pair / channels)
+    even = torch.arange(channels) % 2 == 0
+    return torch.where(even, angles.sin(), angles.cos()).float()
+
+
+def _t2t(width: int, depth: int, num_heads: int, performer: bool = False) -> dict[str, Any]:
+    return dict(width=width, depth=depth, num_heads=num_heads, mlp_ratio=3, performer=performer)
+
+
+ARCHS = {
+    't-14': _t2t(384, 14, 6),
+    't-19': _t2t(448, 19, 7),
+    't-24': _t2t(512, 24, 8),
+    '14': _t2t(384, 14, 6, performer=True),
+}
