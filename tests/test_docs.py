@@ -82,6 +82,7 @@ def test_the_detector_of_your_own_is_one(tmp_path, page):
     (block,) = re.findall(r'((?: {4}.*\n)+)', (REPO / page).read_text().partition(' of your own\n')[2])[:1]
     (tmp_path / 'mine.py').write_text('\n'.join(line[4:] for line in block.splitlines()))
     cfg = Config.fromfile(tmp_path / 'mine.py')
+    assert cfg.custom_imports.imports == ['mmdtn'], 'here it is imported already, but not where this is used'
     backbone = MODELS.build(cfg.model.backbone)
     assert [m.shape[1] for m in backbone(torch.randn(1, 3, 64, 64))] == cfg.model.neck.in_channels
 

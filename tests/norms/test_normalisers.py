@@ -339,6 +339,7 @@ def test_an_overflowing_gradient_leaves_the_averages_as_they_are(name):
         assert key in forward or torch.equal(value, before.get_buffer(key)), key
 
 
+@pytest.mark.slow
 def test_two_processes_compute_what_one_does():
     """Seven steps, past the warm-up, of five images: three in one process and two in the other."""
     norms = {n: make(n).double() for n in NORMS if hasattr(make(n), 'sync')}

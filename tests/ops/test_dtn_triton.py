@@ -159,6 +159,7 @@ if INTERPRETED:
 
 else:
 
+    @pytest.mark.slow
     def test_under_the_interpreter():
         run = subprocess.run(
             [sys.executable, '-m', 'pytest', '-n', '0', '-W', 'ignore', __file__],

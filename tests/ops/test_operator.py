@@ -47,6 +47,7 @@ def test_a_compiled_model_is_one_graph_for_all_sizes(pool_size):
     assert counter.frame_count == 2, 'one graph for the first size, one for all others'
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('pool_size', [1, 2])
 def test_inductor_gives_the_same_gradients_and_keeps_no_more(pool_size):
     torch._dynamo.reset()
@@ -155,6 +156,7 @@ def run_python(code, **environment):
     )
 
 
+@pytest.mark.slow
 def test_without_a_compiler_the_reference_runs_and_one_line_says_so(tmp_path):
     ran = run_python(
         """
@@ -172,6 +174,7 @@ def test_without_a_compiler_the_reference_runs_and_one_line_says_so(tmp_path):
     assert said.count('DTN runs in plain torch') == 1 and 'mmdtn.doctor' in said
 
 
+@pytest.mark.slow
 def test_is_built_once_for_processes_that_start_together(tmp_path):
     code = "import torch; from mmdtn.ops import dtn_cpu; assert dtn_cpu.works(torch.device('cpu'))"
     start = functools.partial(subprocess.Popen, [sys.executable, '-W', 'ignore', '-c', code])
@@ -181,6 +184,7 @@ def test_is_built_once_for_processes_that_start_together(tmp_path):
     assert library.suffix == '.so', 'nothing half made is left'
 
 
+@pytest.mark.slow
 def test_imports_and_runs_where_triton_and_resource_are_absent():
     ran = run_python(
         """
