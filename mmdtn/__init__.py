@@ -6,7 +6,8 @@ try:
     if 'mmdtn.doctor' not in sys.orig_argv:  # which has to run where these cannot be imported
         from mmengine.config.utils import MODULE2PACKAGE
 
-        from . import backbones, engine, norms
+        from . import backbones, dvt, engine, evaluation, norms
+        from .convert import convert_norms
 
         # mmengine finds _base_ = 'package::config' in OpenMMLab's own packages alone, which it lists by name.
         MODULE2PACKAGE.setdefault('mmdtn', 'mmdtn')
@@ -17,5 +18,5 @@ except ModuleNotFoundError as error:
     message = 'mmdtn needs cv2, which mmengine imports: pip install opencv-python-headless (or opencv-python, not both)'
     raise ModuleNotFoundError(message, name='cv2') from None
 
-__version__ = '0.2.0'
-__all__ = ['backbones', 'engine', 'norms']
+__version__ = '0.3.0'
+__all__ = ['backbones', 'convert_norms', 'dvt', 'engine', 'evaluation', 'norms']

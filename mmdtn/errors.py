@@ -8,8 +8,8 @@ import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from traceback import walk_tb
-from types import CodeType, FrameType
+from traceback import extract_tb, walk_tb
+from types import CodeType
 
 from mmengine.config import Config
 from mmengine.registry import build_from_cfg
@@ -24,6 +24,27 @@ UNKNOWN_NAME = re.compile(
 
 class UserError(Exception):
     """A message that says all there is to say; the command lines print it without a traceback."""
+
+
+def read_config(path: str | Path) -> Config:
+    """``Config.fromfile``, whose errors name the file and the line where they can."""
+    try:
+        return Config.fromfile(path)
+    except (OSError, ModuleNotFoundError):  # which name a file or a module themselves
+        raise
+    except SyntaxError as error:  # in this file or in one that it inherits from, which the line's text tells
+        raise UserError(f'{path}: line {error.lineno}, {(error.text or "").strip()!r}: {error.msg}') from error
+    except Exception as error:
+        raise UserError(f'{_place(error) or path}: {_first_line(error)}') from error
+
+
+def _place(error: Exception) -> str | None:
+    """The file and the line of a config at which an error arose, be it one that another inherits from.
+
+    A config runs as a module. Only onedl's mmengine compiles it with its name, OpenMMLab's without any.
+    """
+    run = (frame for frame in reversed(extract_tb(error.__traceback__)) if frame.name == '<module>')
+    return next((f'{frame.filename}, line {frame.lineno}' for frame in run if os.path.exists(frame.filename)), None)
 
 
 @contextmanager
@@ -49,16 +70,13 @@ def explain(error: BaseException) -> str | None:
         return _explain_path(error)
     if isinstance(error, FileNotFoundError):
         return _first_line(error)
-    frames = [frame for frame, _ in walk_tb(error.__traceback__)]
-    codes = [frame.f_code for frame in frames]
+    codes = [frame.f_code for frame, _ in walk_tb(error.__traceback__)]
     if unknown := UNKNOWN_NAME.match(_first_line(error)):
         name = unknown[unknown.lastindex or 0]
         known = (other for other, _ in registered())
         return f'type={name!r} is not registered: is it misspelt, or not in custom_imports?{nearest(name, known)}'
     if build_from_cfg.__code__ in codes:
         return _explain_build(error, codes)
-    if Config.fromfile.__code__ in codes:
-        return _explain_config(error, frames)
     return None
 
 
@@ -115,15 +133,3 @@ def _explain_path(error: OSError) -> str:
     there = [entry.name for entry in parent.iterdir()] if parent.is_dir() else []
     where = f': there is no {missing.name!r} in {parent.resolve()}' if missing != path else ''
     return f'{path} does not exist{where}{nearest(missing.name, there)}'
-
-
-def _explain_config(error: BaseException, frames: list[FrameType]) -> str:
-    """With the file that was being read, which may be one that the config inherits from.
-
-    mmengine compiles configs without their names and adds none to an error; its own variable is all there is.
-    """
-    reading = [f for f in frames if f.f_code.co_filename == Config.fromfile.__code__.co_filename]
-    file = next(f.f_locals['filename'] for f in reversed(reading) if 'filename' in f.f_locals)
-    if isinstance(error, SyntaxError):
-        return f'{file}, line {error.lineno}: {error.msg}'
-    return f'{file}: {_first_line(error)}'

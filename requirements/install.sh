@@ -54,8 +54,8 @@ else
 fi
 step "mmdet, mmpretrain" "check the network" \
   pip --no-build-isolation -c $mm onedl-mmdetection onedl-mmpretrain
-step "timm, pycocotools, test tools" "check the network" \
-  pip -r requirements/runtime.txt -r requirements/tests.txt
+step "timm, pycocotools, ONNX, test tools" "check the network" \
+  pip -r requirements/runtime.txt -r requirements/export.txt -r requirements/tests.txt
 step "mmdtn itself, editable" "run it again with: $python -m pip install --no-build-isolation -e ." \
   pip --no-build-isolation --no-deps -e .
 step "DTN's C++ (10 to 20 seconds)" "it needs a compiler of C++20 (Debian: apt-get install g++); $python -m mmdtn.doctor tells more" \

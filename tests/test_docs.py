@@ -5,7 +5,9 @@ import re
 import pytest
 import torch
 from mmengine.config import Config
-from mmengine.registry import MODELS
+from mmengine.registry import MODELS, init_default_scope
+
+from mmdtn.fuse import fuse
 
 from .pages import PAGES, REPO, commands, named
 
@@ -85,6 +87,18 @@ def test_the_detector_of_your_own_is_one(tmp_path, page):
     assert cfg.custom_imports.imports == ['mmdtn'], 'here it is imported already, but not where this is used'
     backbone = MODELS.build(cfg.model.backbone)
     assert [m.shape[1] for m in backbone(torch.randn(1, 3, 64, 64))] == cfg.model.neck.in_channels
+
+
+def test_the_backbone_that_is_fused_as_a_whole_is(tmp_path):
+    section = (REPO / 'docs' / 'fusing.md').read_text().partition(' as a whole\n')[2]
+    block = re.findall(r'((?: {4}.*\n)+)', section)[0]
+    lines = (line[4:] for line in block.splitlines())
+    (tmp_path / 'mine.py').write_text('\n'.join(lines).replace("'configs/", f"'{REPO}/configs/"))
+    cfg = Config.fromfile(tmp_path / 'mine.py')
+    init_default_scope(cfg.default_scope)
+    fused, outcomes = fuse(MODELS.build(cfg.model))
+    assert outcomes and all(o.kind == 'FeatureNorm' and o.into for o in outcomes)
+    assert not [m for m in fused.modules() if isinstance(m, torch.nn.LayerNorm)]
 
 
 def norm_cfgs():

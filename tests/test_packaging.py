@@ -1,5 +1,6 @@
 """The wheel brings configs and tools along, and other people's configs inherit from them."""
 
+import importlib.metadata
 import os
 import re
 import subprocess
@@ -10,6 +11,8 @@ import modelindex
 import pytest
 
 import mmdtn
+import tools.test
+import tools.train
 
 REPO = Path(__file__).parents[1]
 
@@ -46,6 +49,10 @@ def test_a_wheel_is_whole(tmp_path):
             str(p.relative_to(site / 'mmdtn' / '.mim')) for p in (site / f'mmdtn/.mim/{folder}').rglob('*.py')
         } == inside
     assert (site / 'mmdtn/.mim/model-index.yml').exists() and (site / 'mmdtn/.mim/tools/dist_train.sh').exists()
+    (distribution,) = importlib.metadata.distributions(name='mmdtn', path=[str(site)])
+    assert distribution.read_text('top_level.txt').split() == ['mmdtn'], 'by which mim finds the folder'
+    (described,) = {len(modelindex.load(str(root / 'model-index.yml')).models) for root in (REPO, site / 'mmdtn/.mim')}
+    assert described > 50
 
     (tmp_path / 'mine.py').write_text(
         "_base_ = 'mmdtn::pvt/retinanet_pvt-t-dtn_fpn_1x_coco.py'\ntrain_cfg = dict(max_epochs=3)\n"
@@ -56,8 +63,33 @@ def test_a_wheel_is_whole(tmp_path):
     assert done.returncode == 0, done.stderr[-2000:]
 
 
+def test_mim_finds_configs_and_scripts_by_their_bare_names():
+    """`mim train mmdtn CONFIG.py` looks for the name in the whole package, and refuses one that is there twice."""
+    files = [p.name for folder in ('configs', 'tools', 'mmdtn') for p in (REPO / folder).rglob('*.py')]
+    for model in modelindex.load(str(REPO / 'model-index.yml')).models:
+        assert files.count(Path(model.config).name) == 1, model.config
+    scripts = [p.name for p in (REPO / 'tools').rglob('*.py')]
+    assert sorted(scripts) == sorted(set(scripts)), '`mim run mmdtn SCRIPT` does the same among the tools'
+
+
+@pytest.mark.parametrize('parse_args', [tools.train.parse_args, tools.test.parse_args], ids=['train', 'test'])
+def test_the_tools_take_what_mim_passes(parse_args, capsys):
+    checkpoint = ['checkpoint.pth'] * (parse_args is tools.test.parse_args)
+    assert parse_args(['config.py', *checkpoint, '--launcher', 'none', '--work-dir', 'x']).launcher == 'none'
+    assert parse_args(['config.py', *checkpoint, '--launcher', 'pytorch', '--local-rank=1']).local_rank == 1
+    with pytest.raises(SystemExit):
+        parse_args(['--help'])
+    assert '--gpus' not in capsys.readouterr().out, 'or mim would pass --gpus 1 or --device cpu, of OpenMMLab 1.0'
+
+
 def test_the_changelog_begins_with_this_version():
     assert re.findall(r'^## (.+)$', (REPO / 'CHANGELOG.md').read_text(), re.M)[0] == mmdtn.__version__
+
+
+def test_the_extra_for_export_is_what_the_environment_pins():
+    (extra,) = re.findall(r'export = \[(.+)\]', (REPO / 'pyproject.toml').read_text())
+    pinned = re.findall(r'^(\w+)==', (REPO / 'requirements/export.txt').read_text(), re.M)
+    assert re.findall(r'"(\w+)"', extra) == pinned and len(pinned) == 3
 
 
 def test_the_index_names_every_family():

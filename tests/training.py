@@ -1,8 +1,14 @@
 """Small data, small configs and the command line, for the tests of training and evaluation."""
 
+import json
 import os
+import signal
+import socket
 import subprocess
 import sys
+import traceback
+from collections.abc import Callable
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
 REPO = Path(__file__).parents[1]
@@ -103,3 +109,51 @@ def run_command(*command, cwd: Path, check: bool = True, **env: str) -> subproce
     if check:
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     return done
+
+
+def in_two_processes(tool: Callable[[list[str]], None], *arguments, cwd: Path) -> list[str | int]:
+    """``main`` of a tool as `tools/dist_*.sh` starts it: how each process exits, a message or 0.
+
+    The two are forks of this process, which has imported everything already.
+    """
+    addresses = dict(MASTER_ADDR='127.0.0.1', MASTER_PORT=free_port(), WORLD_SIZE='2', CUDA_VISIBLE_DEVICES='')
+    children = []
+    for rank in range(2):
+        exited = cwd / f'exit_{rank}.json'
+        exited.unlink(missing_ok=True)
+        child = os.fork()
+        if child == 0:
+            signal.alarm(300)  # for one that waits in vain for the other
+            os.chdir(cwd)
+            os.environ.update(addresses, RANK=str(rank), LOCAL_RANK=str(rank))
+            code: str | int | None = 0
+            with open(cwd / f'said_{rank}.txt', 'w') as said, redirect_stdout(said), redirect_stderr(said):
+                try:
+                    tool([*map(str, arguments), '--launcher', 'pytorch'])
+                except SystemExit as stop:
+                    code = stop.code
+                except BaseException:
+                    code = traceback.format_exc()
+            exited.write_text(json.dumps(code or 0))
+            os._exit(0)
+        children.append((child, exited))
+    for child, _ in children:
+        os.waitpid(child, 0)
+    return [json.loads(exited.read_text()) if exited.exists() else 'killed' for _, exited in children]
+
+
+def free_port() -> str:
+    """Asked of the system, as tests run side by side."""
+    with socket.socket() as s:
+        s.bind(('127.0.0.1', 0))
+        return str(s.getsockname()[1])
+
+
+def metrics(work_dir: Path) -> dict:
+    """What the test of a checkpoint wrote down."""
+    (path,) = (p for p in work_dir.glob('*/*.json') if p.stem == p.parent.name)
+    return json.loads(path.read_text())
+
+
+def log_of(work_dir: Path) -> str:
+    return ''.join(path.read_text() for path in sorted(work_dir.glob('*/*.log')))

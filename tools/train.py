@@ -8,7 +8,9 @@ from mmdtn.engine.data import check_data
 from mmdtn.engine.dry_run_hook import dry_run
 from mmdtn.engine.launch import (
     add_common_options,
+    add_hook,
     build_runner,
+    check_exists,
     has_accelerator,
     leave_together,
     load_config,
@@ -30,6 +32,11 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
         help='go on from the newest whole checkpoint in the work dir, or from this one',
     )
     parser.add_argument(
+        '--weights',
+        metavar='FILE',
+        help='start from these weights, all counters at 0; with --resume, if there is nothing to go on from',
+    )
+    parser.add_argument(
         '--dry-run',
         action='store_true',
         help='build everything, train and validate a step, report memory and time, leave nothing behind',
@@ -46,8 +53,13 @@ def configure(args: argparse.Namespace) -> Config:
         if 'base_batch_size' not in cfg.get('auto_scale_lr', {}):
             raise UserError(f'{args.config} has no auto_scale_lr.base_batch_size for --auto-scale-lr to scale from.')
         cfg.auto_scale_lr.enable = True
+    if args.weights:
+        check_exists(args.weights)
+        cfg.load_from, cfg.resume = args.weights, False
     if args.resume:
         resume(cfg, args.resume)
+    if args.weights and not cfg.get('resume'):
+        add_hook(cfg, type='StartFromWeightsHook')
     make_dependable(cfg, args.strict)
     return cfg
 

@@ -8,7 +8,7 @@ _base_ = [
 ]
 custom_imports = dict(imports=['mmdtn'])
 model = dict(
-    type='ImageClassifier',
+    type='mmpretrain.ImageClassifier',  # whose scope is said for those who inherit through mmdtn::
     head=dict(
         type='LinearClsHead',
         num_classes=1000,

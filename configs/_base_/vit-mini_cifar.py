@@ -2,7 +2,7 @@
 _base_ = ['mmpretrain::_base_/default_runtime.py', './no_decay.py']
 custom_imports = dict(imports=['mmdtn'])
 model = dict(
-    type='ImageClassifier',
+    type='mmpretrain.ImageClassifier',  # whose scope is said for those who inherit through mmdtn::
     backbone=dict(
         type='ViTDTN',
         arch=dict(width=180, depth=7, num_heads=9, mlp_ratio=4),

@@ -9,7 +9,7 @@ _train_pipeline = [
     dict(type='PackInputs'),
 ]
 _test_pipeline = [dict(type='LoadImageFromFile'), dict(type='PackInputs')]
-_folder = dict(_delete_=True, type='CustomDataset', data_root='data/cifar10', with_label=True)
+_folder = dict(_delete_=True, type='mmpretrain.CustomDataset', data_root='data/cifar10', with_label=True)
 train_dataloader = dict(dataset=dict(**_folder, data_prefix='train', pipeline=_train_pipeline))
 val_dataloader = dict(dataset=dict(**_folder, data_prefix='test', pipeline=_test_pipeline))
 test_dataloader = dict(dataset=dict(**_folder, data_prefix='test', pipeline=_test_pipeline))

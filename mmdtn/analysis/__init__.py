@@ -1,6 +1,6 @@
 from .attention import attention, attention_distance
 from .capture import BlockTokens, Capture
-from .cost import SavedBytes, norm_flops
+from .cost import SavedBytes, exit_flops, flops_by_module, norm_flops
 from .neighbourhood import at_start, attended, kernels, lambdas, mean_distance
 from .tokens import magnitudes, means, principal_components, seen_by, variation
 
@@ -12,6 +12,8 @@ __all__ = [
     'attended',
     'attention',
     'attention_distance',
+    'exit_flops',
+    'flops_by_module',
     'kernels',
     'lambdas',
     'magnitudes',

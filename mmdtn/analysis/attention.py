@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from mmdtn.backbones import layers
+from mmdtn.backbones import layers, levit
 from mmdtn.backbones.swin import WindowAttention
 
 from .capture import BlockTokens
@@ -61,7 +61,7 @@ def attention(seen: BlockTokens, image: int = 0) -> Iterator[Attention]:
         module(x)
     if isinstance(module, WindowAttention):
         yield from _of_windows(module, record, seen.grid)
-    elif isinstance(module, layers.Attention):
+    elif isinstance(module, (layers.Attention, levit.Attention, levit.ShrinkingAttention)):
         yield from _of_whole_map(module, record, seen)
     else:
         raise TypeError(f'{seen.name}: the places of the keys of {type(module).__name__} are not known here.')
@@ -96,13 +96,16 @@ class _Record(TorchFunctionMode):
         return (scores if self.mask is None else scores + self.mask[..., start:stop, :]).softmax(-1)
 
 
-def _of_whole_map(module: layers.Attention, record: _Record, seen: BlockTokens) -> Iterator[Attention]:
+def _of_whole_map(module: nn.Module, record: _Record, seen: BlockTokens) -> Iterator[Attention]:
     height, width = seen.grid
-    queries = places(height, width)
-    keys, first = queries, 0
+    queries = keys = places(height, width)
+    first = 0
     if seen.has_class_token:
         first = 1
-    elif (side := module.sr_ratio) > 1:  # a key stands for a square of tokens, at its centre
+    elif isinstance(module, levit.ShrinkingAttention):
+        queries = places(*module.shrunk) * module.stride
+    elif isinstance(module, layers.Attention) and (side := module.sr_ratio) > 1:
+        # A key stands for a square of tokens, at its centre.
         keys = places(max(height // side, 1), max(width // side, 1)) * side + (side - 1) / 2
     for start in range(0, len(queries), QUERIES):
         some = queries[None, start : start + QUERIES]

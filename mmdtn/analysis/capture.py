@@ -17,7 +17,7 @@ class BlockTokens:
 
     name: str
     block: Block
-    grid: tuple[int, int] = (0, 0)
+    grid: tuple[int, int] = (0, 0)  # of what comes in
     before: dict[str, Tensor] = field(default_factory=dict)  # by norm, norm1 and norm2
     after: dict[str, Tensor] = field(default_factory=dict)
     output: Tensor | None = None
@@ -49,8 +49,8 @@ class Capture(AbstractContextManager):
         self._blocks = {n: BlockTokens(n, m) for n, m in model.named_modules() if isinstance(m, Block)}
         if not self._blocks:
             raise ValueError(
-                f'{type(model).__name__} has no block of PVTDTN, SwinDTN or ViTDTN. Only these can be looked into; '
-                "with norm_cfg=dict(type='LN') they are the published models."
+                f'{type(model).__name__} has no block of PVTDTN, SwinDTN, ViTDTN, T2TViTDTN or LeViTDTN. Only these '
+                "can be looked into; with norm_cfg=dict(type='LN') they are the published models, LeViTDTN with None."
             )
 
     def __enter__(self) -> 'Capture':
@@ -80,11 +80,14 @@ class Capture(AbstractContextManager):
         self._grid = height, width
 
     def _note_norm(self, tokens: BlockTokens, name: str, module: nn.Module, inputs: Any, output: Tensor) -> None:
-        (x,) = inputs
+        x, *where = inputs
+        if where:  # DTN's, beside a class token: it takes the row flat
+            x, output = x[:, None], output[:, None]
         tokens.before[name], tokens.after[name] = x.detach(), output.detach()
-        height, width = x.shape[1:3]
-        # As one row, with one token more than the grid of the last patch embedding: the class token has joined.
-        tokens.grid = self._grid if (height, width) == (1, 1 + math.prod(self._grid)) else (height, width)
+        if name == 'norm1':  # LeViT's blocks that shrink the map have another grid at norm2
+            height, width = x.shape[1:3]
+            # As one row, with one token more than the grid of the last patch embedding: the class token has joined.
+            tokens.grid = self._grid if (height, width) == (1, 1 + math.prod(self._grid)) else (height, width)
 
     def _note_output(self, tokens: BlockTokens, module: nn.Module, inputs: Any, output: Tensor) -> None:
         tokens.output = output.detach()

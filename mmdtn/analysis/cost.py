@@ -1,8 +1,11 @@
 """What a model costs."""
 
+import itertools
+from math import prod
 from typing import Any
 
 import torch
+from mmengine.analysis import FlopAnalyzer
 from torch import Tensor, nn
 
 from mmdtn.norms import DTN
@@ -53,3 +56,54 @@ def norm_flops(norm: nn.Module, height: int, width: int, channels: int) -> int:
         h, w = -(-height // norm.pool_size), -(-width // norm.pool_size)
         flops += 2 * channels * h * w * (h + w)
     return flops
+
+
+@torch.no_grad()
+def flops_by_module(model: nn.Module, image: Tensor) -> dict[str, int]:
+    """FLOPs of ``model(image)``, the whole under ``''`` and each part under its name; a FLOP is a multiply-add."""
+    elements: dict[str, int] = {}
+    hooks = []
+    for name, module in model.named_modules():
+        if isinstance(module, DTN):
+            elements[name] = 0
+
+            def note(module: nn.Module, inputs: tuple[Tensor, ...], name: str = name) -> None:
+                elements[name] += inputs[0].numel()
+
+            hooks.append(module.register_forward_pre_hook(note))
+    model(image)
+    for hook in hooks:
+        hook.remove()
+    analyzer = FlopAnalyzer(model, (image,)).unsupported_ops_warnings(False).tracer_warnings('none')
+    analyzer.uncalled_modules_warnings(False).set_op_handle('aten::scaled_dot_product_attention', _attention_flops)
+    analyzer.set_op_handle('aten::matmul', _product_flops)
+    analyzer.set_op_handle('aten::addcmul', _elements)  # an affine map, as UN and FeatureNorm are in evaluation
+    flops = {name: int(n) for name, n in analyzer.by_module().items()}
+    # mmengine counts the products of P, but not the elementwise part: 5 for each element, as it says of LayerNorm.
+    for name, number in elements.items():
+        parts = name.split('.')
+        for whole in {'.'.join(parts[:i]) for i in range(len(parts) + 1)}:
+            flops[whole] = flops.get(whole, 0) + 5 * number
+    return flops
+
+
+def exit_flops(model: nn.Module, image: Tensor) -> list[int]:
+    """For each exit of a :class:`mmdtn.dvt.DVT`, what an image costs that leaves there: it and all exits before."""
+    flops = flops_by_module(model, image)
+    exits = len(list(model.get_submodule('exits').children()))
+    return list(itertools.accumulate(flops[f'exits.{i}'] for i in range(exits)))
+
+
+def _product_flops(inputs: list[Any], outputs: list[Any]) -> int:
+    """Of ``aten::matmul``, whose factors mmengine takes to have the same dimensions in front; P is broadcast."""
+    return prod(outputs[0].type().sizes()) * inputs[0].type().sizes()[-1]
+
+
+def _elements(inputs: list[Any], outputs: list[Any]) -> int:
+    return prod(outputs[0].type().sizes())
+
+
+def _attention_flops(inputs: list[Any], outputs: list[Any]) -> int:
+    """Scores and weighted sum of ``aten::scaled_dot_product_attention``, which mmengine does not count."""
+    query, key, value = (tensor.type().sizes() for tensor in inputs[:3])
+    return prod(query[:-1]) * key[-2] * (query[-1] + value[-1])

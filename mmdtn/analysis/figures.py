@@ -1,6 +1,7 @@
 """Drawings of arrays. Shades are viridis, which keeps its order in grey; lines differ in dash and marker as well."""
 
 import itertools
+import math
 import textwrap
 from collections.abc import Sequence
 from typing import Any
@@ -11,6 +12,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 from numpy.typing import NDArray
+
+from .curves import Run, mean_and_spread, unit
 
 Array = NDArray[Any]
 WIDTH = 12.0  # inches
@@ -39,6 +42,36 @@ def picture(ax: Axes, image: Array, title: str = '', **options: Any) -> Any:
     ax.set(xticks=[], yticks=[])
     ax.grid(False)
     return shown
+
+
+def learning_curves(groups: dict[str, list[Run]], metrics: list[str]) -> Figure:
+    columns = min(2, len(metrics))
+    figure, axes = panels(-(-len(metrics) // columns), columns, 4.8)
+    for ax in axes.flat[len(metrics) :]:
+        ax.axis('off')
+    lines: dict = {}
+    for ax, metric in zip(axes.flat, metrics, strict=False):
+        for i, (name, runs) in enumerate(groups.items()):
+            there = [run[metric] for run in runs if run.get(metric)]
+            if not there:
+                continue
+            curve = mean_and_spread(there)
+            x, y = list(curve), [mean for mean, _ in curve.values()]
+            style = dict(color=shades(len(groups))[i], linestyle=DASHES[i % 4])
+            marker = dict(marker=MARKERS[i % 8], markevery=max(1, len(x) // 12))
+            ax.plot(x, y, label=f'{name} ({len(runs)} runs)' if len(runs) > 1 else name, **style, **marker)
+            low, high = zip(*((mean - std, mean + std) for mean, std in curve.values()), strict=True)
+            ax.fill_between(x, low, high, color=style['color'], alpha=0.2, linewidth=0)
+        kind = unit(metric, [run for runs in groups.values() for run in runs if run.get(metric)])
+        steps = {step for line in ax.lines for step in line.get_xdata()}
+        if len(steps) == 1:
+            ax.set_xlim(min(steps) - 1, max(steps) + 1)
+        ax.xaxis.set_major_locator(MaxNLocator(integer=True))
+        percent = metric.startswith('accuracy/')
+        ax.set(xlabel=kind, ylabel=f'{metric} (%)' if percent else metric)
+        lines |= dict(zip(*reversed(ax.get_legend_handles_labels()), strict=True))
+    figure.legend(lines.values(), lines.keys(), loc='outside lower center', ncols=2, handlelength=4)
+    return figure
 
 
 def attention_distance(models: dict[str, dict[str, tuple[Array, float]]]) -> Figure:
@@ -287,8 +320,9 @@ def benchmark(groups: dict[str, dict[str, dict[str, float]]]) -> Figure:
         for case, values in cases.items():
             for i, (name, value) in enumerate(values.items()):
                 colour, hatch = shades(4)[i % 4], ('', '///', '...', 'xx')[i % 4]
-                ax.barh(position, value, color=colour, hatch=hatch, edgecolor='white')
-                ax.text(value, position, f' {value:,.4g}', va='center', fontsize=9)
+                if not math.isnan(value):
+                    ax.barh(position, value, color=colour, hatch=hatch, edgecolor='white')
+                    ax.text(value, position, f' {value:,.4g}', va='center', fontsize=9)
                 ticks.append(position)
                 names.append(f'{case}: {name}' if ax is axes[0, 0] else '')
                 position += 1
@@ -298,4 +332,35 @@ def benchmark(groups: dict[str, dict[str, dict[str, float]]]) -> Figure:
         ax.set_xscale('log')
         ax.margins(x=0.25)
         ax.set(xlabel=title)
+    return figure
+
+
+def robustness(models: dict[str, dict[str, list[float]]], severities: Sequence[int], metric: str) -> Figure:
+    """By model and corruption: the metric at each severity, from 0, the clean pictures."""
+    names = list(next(iter(models.values())))
+    columns = min(4, len(names))
+    figure, axes = panels(-(-len(names) // columns), columns, 2.6, sharey=True)
+    for ax in axes.flat[len(names) :]:
+        ax.axis('off')
+    for ax, name in zip(axes.flat, names, strict=False):
+        for i, (label, by_corruption) in enumerate(models.items()):
+            style = dict(color=shades(len(models))[i], linestyle=DASHES[i % 4], marker=MARKERS[i % 8])
+            ax.plot(severities, by_corruption[name], label=label, **style)
+        ax.set_title(name.replace('_', ' '), fontsize=11)
+        ax.set_xticks(severities)
+    figure.supxlabel('severity', fontsize=11)
+    figure.supylabel(f'{metric} (%)' if metric.startswith('accuracy/') else metric, fontsize=11)
+    figure.legend(*axes[0, 0].get_legend_handles_labels(), loc='outside lower center', ncols=2, handlelength=4)
+    return figure
+
+
+def corruptions(image: Array, by_name: dict[str, dict[int, Array]]) -> Figure:
+    """One picture in all corruptions and severities, the picture itself in front."""
+    severities = list(next(iter(by_name.values())))
+    figure, axes = panels(len(by_name), len(severities) + 1, 1.6)
+    for row, (name, pictures) in zip(axes, by_name.items(), strict=True):
+        picture(row[0], image)
+        row[0].set_ylabel(name.replace('_', '\n'), fontsize=9)
+        for ax, (severity, corrupted) in zip(row[1:], pictures.items(), strict=True):
+            picture(ax, corrupted, f'severity {severity}' if row is axes[0] else '')
     return figure

@@ -1,6 +1,7 @@
 """Numbers from files that other commands have written."""
 
 import json
+import math
 import re
 from collections import defaultdict
 from pathlib import Path
@@ -34,7 +35,7 @@ def read_lambdas(path: str) -> dict[str, dict[str, dict[int, Any]]]:
 
 
 def read_benchmark(path: str) -> tuple[dict[str, dict[str, dict[str, float]]], int]:
-    """By quantity, case and implementation; and the threads."""
+    """By quantity, case and implementation, NaN where it was not measured; and the threads."""
     try:
         content = json.loads(Path(path).read_text())
         results, threads = content['results'], content['threads']
@@ -51,7 +52,7 @@ def read_benchmark(path: str) -> tuple[dict[str, dict[str, dict[str, float]]], i
         quantities = dict(train_s='training step (s)', infer_s='inference (s)', saved_mib='saved (MiB)')
         cases = {f'{f}, {key} px': rows for f, family in results.items() for key, rows in family.items()}
     return {
-        title: {case: {name: row[key] for name, row in rows.items()} for case, rows in cases.items()}
+        title: {case: {name: row.get(key, math.nan) for name, row in rows.items()} for case, rows in cases.items()}
         for key, title in quantities.items()
     }, threads
 

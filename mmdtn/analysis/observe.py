@@ -72,8 +72,11 @@ def observe(subject: Subject, images: list[dict]) -> Run:
 
 def _spread_blocks(blocks: list[BlockTokens]) -> list[BlockTokens]:
     """The last block of each size of map; if there is one size only, blocks that are spread evenly."""
-    last = list({block.grid: block for block in blocks}.values())
+    last = {}
+    for block in blocks:
+        assert block.output is not None
+        last[block.on_grid(block.output).shape[1:3]] = block
     if len(last) > 1:
-        return last[:LOOKS]
+        return [*last.values()][:LOOKS]
     count = min(LOOKS, len(blocks))
     return [blocks[(i + 1) * len(blocks) // count - 1] for i in range(count)]

@@ -254,13 +254,13 @@ def draw_cost(report: Report, runs: list[Run]) -> None:
     shown: dict[str, dict[str, dict[str, tuple[int, int]]]] = {}
     for run in runs:
         norms = shown[run.subject.label] = {}
-        for name, (block, norm, before, _) in run.norms().items():
-            channels = before.shape[-1]
-            norms[name] = {'LN': (2 * channels, norm_flops(nn.LayerNorm(channels), *block.grid, channels))}
+        for name, (_, norm, before, _) in run.norms().items():
+            _, height, width, channels = before.shape
+            norms[name] = {'LN': (2 * channels, norm_flops(nn.LayerNorm(channels), height, width, channels))}
             if isinstance(norm, DTN):
                 norms[name]['DTN'] = (
                     sum(p.numel() for p in norm.parameters()),
-                    norm_flops(norm, *block.grid, channels),
+                    norm_flops(norm, height, width, channels),
                 )
     report.figure(
         'cost_by_layer',

@@ -17,7 +17,7 @@ from mmengine.utils import import_modules_from_strings
 
 from mmdtn import checkpoints
 from mmdtn.backbones.base import Backbone
-from mmdtn.errors import UserError
+from mmdtn.errors import UserError, read_config
 from mmdtn.registry import class_of
 
 from .capture import BlockTokens, Capture
@@ -51,7 +51,7 @@ class Seen:
 
 
 def load(config: str, checkpoint: str) -> Subject:
-    cfg = Config.fromfile(config)
+    cfg = read_config(config)
     if 'custom_imports' in cfg:
         import_modules_from_strings(**cfg.custom_imports)
     init_default_scope(cfg.get('default_scope', 'mmengine'))

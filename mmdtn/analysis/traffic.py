@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from mmdtn.ops import Settings, dtn_triton
+from mmdtn.ops import Settings, Tensors, dtn_triton
 
 PAGE = 2**22
 
@@ -120,19 +120,20 @@ def count_dtn(
         raise RuntimeError("Traffic is counted by Triton's interpreter: install triton, and set TRITON_INTERPRET=1.")
     x = torch.randn(batch, height, width, channels).to(dtype)
     weight, bias, position = torch.ones(channels), torch.zeros(channels), torch.randn(heads, 3) / 10
-    mixes, settings = (torch.zeros(heads), torch.zeros(heads)), Settings(pool_size)
+    mixes = [torch.zeros(heads, requires_grad=True) for _ in range(2)]
+    settings = Settings(pool_size)
     with Counter() as forward:
         l, m = (mix.sigmoid() for mix in mixes)
-        y, of_tokens, of_channels = dtn_triton.forward(x, weight, bias, l, m, position, settings, dtype)
+        t = Tensors(x, weight, bias, l.detach(), m.detach(), position)
+        y, kept = dtn_triton.forward(t, settings, dtype)
     with Counter() as backward:
-        gradients = dtn_triton.backward(y, x, weight, bias, l, m, position, of_tokens, of_channels, settings)
-        for value, grad in zip((l, m), gradients[3:5], strict=True):
-            torch.ops.aten.sigmoid_backward(grad, value)
+        gradients = dtn_triton.backward(y, t, kept, settings)
+        torch.autograd.grad((l, m), mixes, (gradients.mean_lambda, gradients.var_lambda))
     unit = x.nbytes
     return (
-        _over(unit, forward, _bytes((y, of_tokens, of_channels))),
+        _over(unit, forward, _bytes((y, kept))),
         _over(unit, backward, _bytes(gradients)),
-        (unit + _bytes((of_tokens, of_channels))) / unit,
+        (unit + _bytes(kept)) / unit,
     )
 
 
@@ -161,7 +162,8 @@ def count_backbone(build: Callable[[], nn.Module], shape: tuple[int, ...]) -> tu
                 return func(*args, **(kwargs or {}))
             return super().__torch_dispatch__(func, types, args, kwargs)
 
-    model = build().eval()
+    model = build()
+    model.eval()  # which returns nothing in MMDetection's Swin
     tensors = dict([*model.named_parameters(), *model.named_buffers()])
     with FakeTensorMode(), torch.device('cuda'), torch.no_grad():
         state = {name: torch.empty(t.shape, dtype=t.dtype) for name, t in tensors.items()}

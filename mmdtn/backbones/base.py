@@ -1,21 +1,30 @@
 """What every backbone does: loading pretrained weights and freezing, as MMDetection's backbones do."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from mmengine.logging import MMLogger, print_log
-from mmengine.model import BaseModule
+from mmengine.model import BaseModule, PretrainedInit
+from mmengine.registry import WEIGHT_INITIALIZERS
 from timm.layers import trunc_normal_
+from timm.models.levit import ConvNorm, LinearNorm
 from torch import Tensor, nn
 
-from mmdtn.norms import BatchStatisticsNorm, MovingAverageNorm, TokenNorm
+from mmdtn.norms import BatchStatisticsNorm, MovingAverageNorm, TokenNorm, needs_grid
+from mmdtn.registry import class_of
 
 from .. import checkpoints
+from .fusing import FusesNorms, neighbours, replace, without_batch_norm
 
 
 class Backbone(BaseModule):
-    """Start, pretrained weights and freezing; a subclass says what its stages are."""
+    """Start, pretrained weights, freezing, and what fusing left; a subclass says what its stages are.
+
+    ``last_norm`` names the norm whose output is all that comes out, as tokens, as one of them, or as their mean.
+    """
+
+    last_norm: str | None = None
 
     def __init__(self, frozen_stages: int, norm_eval: bool, init_cfg: dict | None) -> None:
         super().__init__(init_cfg)
@@ -30,6 +39,37 @@ class Backbone(BaseModule):
                     f'with_cp=True computes each block twice a step, but {name}, {type(module).__name__}, changes with '
                     'each time, so that gradients would be wrong. Leave with_cp out, or choose another norm_cfg.'
                 )
+
+    def fusible_norms(self) -> list[str]:
+        """The names of all norms beside which there is a layer to take them in; batch norms of timm's layers first."""
+        layers = [f'{name}.bn' for name, part in self.named_modules() if isinstance(part, (ConvNorm, LinearNorm))]
+        return layers + [f'{name}.{norm}' for name, m in self.named_modules() for norm in neighbours(m)]
+
+    def fuse_norm(self, name: str) -> str:
+        """The name of the layer that has taken in a norm of ``fusible_norms``; raises ``NotExact`` where none can."""
+        parent, _, child = name.rpartition('.')
+        module = self.get_submodule(parent)
+        if isinstance(module, (ConvNorm, LinearNorm)):
+            replace(self, parent, without_batch_norm(module))
+            return parent
+        assert isinstance(module, FusesNorms)
+        module.fuse_norm(child)
+        return f'{parent}.{module.neighbours()[child].name}'
+
+    def make_room(self, fused: Sequence[str]) -> None:
+        """Takes out the norms that were fused, and gives their neighbours the parameters that these then have."""
+        fusible = self.fusible_norms()
+        if unknown := {*fused} - {*fusible, self.last_norm}:
+            raise ValueError(
+                f'fused names {sorted(unknown)}, where {type(self).__name__} has no norm that can be fused; it has '
+                f'{", ".join(fusible[:3])} and so on.'
+            )
+        for name in fused:
+            if not name.endswith('.bn'):
+                replace(self, name, nn.Identity())
+        for name in fusible:
+            if name in fused or isinstance(self.get_submodule(name), nn.Identity):
+                self.fuse_norm(name)
 
     def frozen_parts(self) -> Iterable[nn.Module | Tensor]:
         """What ``frozen_stages`` holds still: 0 the first patch embedding, n also the first n stages."""
@@ -47,7 +87,7 @@ class Backbone(BaseModule):
                 if name.rpartition('.')[2] in ('pos_embed', 'cls_token', 'cls_pos'):
                     trunc_normal_(parameter, std=0.02)
             return
-        if self.init_cfg.get('type') != 'Pretrained':
+        if not isinstance(self.init_cfg, dict) or class_of(self.init_cfg, WEIGHT_INITIALIZERS) is not PretrainedInit:
             super().init_weights()
             return
         options = dict(self.init_cfg)
@@ -107,6 +147,16 @@ def architecture(arch: str | dict, archs: dict[str, dict[str, Any]], optional: t
         if (name in by_stage or name in optional) and len(said[name]) != (stages := max(by_stage.values())):
             raise ValueError(f'arch: {name}={said[name]} should have a value for each of the {stages} stages.')
     return said
+
+
+def check_other_norms(cfg: dict[str, Any]) -> dict[str, Any]:
+    """``other_norm_cfg`` of a backbone as it is, if it can stand outside the blocks that ``norm_cfg`` reaches."""
+    if needs_grid(cfg):
+        raise ValueError(
+            f'other_norm_cfg has type={cfg["type"]!r}, but DTN belongs in the blocks, which norm_cfg is for. Choose '
+            "'LN', 'BN' or another normaliser that needs no grid for embeddings, reductions and ends."
+        )
+    return cfg
 
 
 @torch.no_grad()

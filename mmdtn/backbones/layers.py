@@ -1,14 +1,20 @@
 """Layers that backbones share, on maps ``B x H x W x C``."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from timm.layers import DropPath
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from mmdtn.norms import Place, build_norm
+from mmdtn.norms import BatchStatisticsNorm, Place, build_norm
+from mmdtn.norms.dtn import start_position
+
+from .fusing import FusesNorms, Neighbour, border_in_front, fold_behind, fold_into, pad
 
 
 def drop_path_rates(last: float, depth: int) -> list[float]:
@@ -33,34 +39,86 @@ def pad_to_multiple(x: Tensor, height: int, width: int) -> Tensor:
     return F.pad(x, (0, right, 0, below)) if below or right else x
 
 
-class Block(nn.Module):
+def run_block(block: nn.Module, x: Tensor, *more: Any, again: bool) -> Tensor:
+    """``block(x, *more)``; ``again`` keeps nothing of what is inside, and computes it again in the backward pass."""
+    if not (again and x.requires_grad):
+        return block(x, *more)
+    if torch.compiler.is_compiling():  # which traces the block once, and takes no contexts
+        return checkpoint(block, x, *more, use_reentrant=False)
+    return checkpoint(block, x, *more, use_reentrant=False, context_fn=lambda: (nullcontext(), statistics_kept(block)))
+
+
+@contextmanager
+def statistics_kept(block: nn.Module) -> Iterator[None]:
+    """Batch norms do not count what they see meanwhile: else checkpointing would count each batch twice."""
+    kinds = (nn.modules.batchnorm._NormBase, BatchStatisticsNorm)
+    norms = [m for m in block.modules() if m.training and isinstance(m, kinds)]
+    kept = [(norm, name, value) for norm in norms for name, value in norm.named_buffers(recurse=False)]
+    for norm, name, value in kept:
+        setattr(norm, name, value.clone())  # not the values back later: autograd may need what it saw
+    try:
+        yield
+    finally:
+        for norm, name, value in kept:
+            setattr(norm, name, value)
+
+
+class Block(FusesNorms):
+    attn: Any
+    mlp: Any
+
     def __init__(
         self,
         channels: int,
         attn: nn.Module,
-        mlp_ratio: float,
+        mlp: nn.Module,
         drop_path: float,
-        norm_cfg: dict[str, Any],
+        norm_cfg: dict[str, Any] | None,
         place: Place,
-        conv: bool = False,
     ) -> None:
         super().__init__()
         self.norm1 = build_norm(norm_cfg, channels, place)
         self.attn = attn
         self.norm2 = build_norm(norm_cfg, channels, place)
-        self.mlp = ConvMlp(channels, int(channels * mlp_ratio), conv)
+        self.mlp = mlp
         self.drop_path = DropPath(drop_path) if drop_path > 0 else nn.Identity()
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.drop_path(self.attn(self.norm1(x)))
-        return x + self.drop_path(self.mlp(self.norm2(x)))
+    def forward(self, x: Tensor, grid: tuple[int, int] | None = None) -> Tensor:
+        """``x``: a map; or with a ``grid``, ``h x w``, one row ``B x 1 x (p + h w) x C``, p class tokens in front."""
+        x = x + self.drop_path(self.attn(normalise(self.norm1, x, grid)))
+        return x + self.drop_path(self.mlp(normalise(self.norm2, x, grid)))
+
+    def neighbours(self) -> dict[str, Neighbour]:
+        return dict(
+            norm1=Neighbour('attn', self.attn.take_in),
+            norm2=Neighbour('mlp', self.mlp.take_in),
+        )
 
 
-class Attention(nn.Module):
-    """Every token attends to all of its map, or to what a convolution has made ``sr_ratio`` times smaller a side."""
+def normalise(norm: nn.Module, x: Tensor, grid: tuple[int, int] | None) -> Tensor:
+    """``norm(x)``; where ``x`` is one row, a norm that works on the grid is told which tokens lie there."""
+    if grid is None or not getattr(norm, 'NEEDS_GRID', False):
+        return norm(x)
+    return norm(x[:, 0], grid, x.shape[2] - grid[0] * grid[1])[:, None]
+
+
+class Attention(FusesNorms):
+    """Every token attends to all of its map, or to what a convolution has made ``sr_ratio`` times smaller a side.
+
+    ``rpe`` adds :class:`RelativePosition` to the scores. A class token has no place for that. ``border``: what smaller
+    maps are padded with, if not zeros, as a norm in front was taken in.
+    """
+
+    border: Tensor | None
 
     def __init__(
-        self, channels: int, num_heads: int, sr_ratio: int = 1, norm_eps: float = 1e-6, qkv_bias: bool = True
+        self,
+        channels: int,
+        num_heads: int,
+        sr_ratio: int = 1,
+        sr_norm: nn.Module | None = None,
+        qkv_bias: bool = True,
+        rpe: bool | str = False,
     ) -> None:
         super().__init__()
         if channels % num_heads:
@@ -70,26 +128,71 @@ class Attention(nn.Module):
         self.kv = nn.Linear(channels, 2 * channels, bias=qkv_bias)
         self.proj = nn.Linear(channels, channels)
         if sr_ratio > 1:
+            assert sr_norm is not None
             self.sr = nn.Conv2d(channels, channels, sr_ratio, sr_ratio)
-            self.norm = nn.LayerNorm(channels, eps=norm_eps)
+            self.norm = sr_norm
+        self.rpe = RelativePosition(num_heads, sr_ratio, rpe) if rpe else None
+        self.register_buffer('border', None)
 
     def forward(self, x: Tensor) -> Tensor:
         B, H, W, C = x.shape
         q = self.q(x).view(B, H * W, self.num_heads, -1).transpose(1, 2)
         if self.sr_ratio > 1:
-            image = x.permute(0, 3, 1, 2)
             if min(H, W) < self.sr_ratio:  # the convolution drops a remainder, but needs one whole window
-                image = F.pad(image, (0, max(0, self.sr_ratio - W), 0, max(0, self.sr_ratio - H)))
-            x = self.norm(self.sr(image).permute(0, 2, 3, 1).contiguous())
+                x = pad(x, max(0, self.sr_ratio - H), max(0, self.sr_ratio - W), self.border)
+            x = self.norm(self.sr(x.permute(0, 3, 1, 2)).permute(0, 2, 3, 1).contiguous())
         kv = self.kv(x).view(B, x.shape[1] * x.shape[2], 2, self.num_heads, -1).permute(2, 0, 3, 1, 4)
-        out = F.scaled_dot_product_attention(q, kv[0], kv[1])
+        bias = None if self.rpe is None else self.rpe((H, W), x.shape[1:3])[None].to(q.dtype)
+        out = F.scaled_dot_product_attention(q, kv[0], kv[1], attn_mask=bias)
         return self.proj(out.transpose(1, 2).reshape(B, H, W, C))
+
+    def neighbours(self) -> dict[str, Neighbour]:
+        return dict(norm=Neighbour('sr', partial(fold_behind, self.sr))) if self.sr_ratio > 1 else {}
+
+    def take_in(self, a: Tensor, b: Tensor) -> None:
+        """A norm in front of it."""
+        if self.sr_ratio > 1:
+            self.border = border_in_front(self.sr, self.border, a, b)
+        fold_into(self.q, a, b)
+        fold_into(self.sr if self.sr_ratio > 1 else self.kv, a, b)
+
+
+class RelativePosition(nn.Module):
+    """The scores of DTN's P (Eq. 6) as a bias of attention: ``a_1 (dx^2 + dy^2) + a_2 dx + a_3 dy`` for each head.
+
+    ``(dx, dy)`` leads from a query to a key, in cells of ``sr_ratio`` tokens a side, of which each is one key. The bias
+    is as large as the scores. The same comes of three more channels of q and k, but not in half precision: there the
+    squares of coordinates lose the difference.
+
+    Args:
+        start: Of the coefficients: True for a truncated normal, or ``'local'`` (Eq. 7).
+    """
+
+    def __init__(self, num_heads: int, sr_ratio: int = 1, start: bool | str = True) -> None:
+        super().__init__()
+        if start not in (True, 'local'):
+            raise ValueError(f"rpe={start!r}: choose True, 'local' (which starts as Eq. 7 of the paper), or False.")
+        self.sr_ratio = sr_ratio
+        self.position = nn.Parameter(torch.empty(num_heads, 3))
+        start_position(self.position, 'trunc_normal' if start is True else 'local')
+
+    def forward(self, queries: Sequence[int], keys: Sequence[int]) -> Tensor:
+        """Height and width of both grids to ``K x (H W) x (H' W')``, in float32."""
+        square, x, y = self.position.float()[..., None, None].unbind(1)
+        dy, dx = (self.shifts(*sides) for sides in zip(queries, keys, strict=True))
+        along_y, along_x = square * dy * dy + y * dy, square * dx * dx + x * dx
+        return (along_y[:, :, None, :, None] + along_x[:, None, :, None, :]).flatten(3).flatten(1, 2)
+
+    def shifts(self, queries: int, keys: int) -> Tensor:
+        """``queries x keys`` along one axis; a token's centre is half a token from its edge, and so is a cell's."""
+        place = (torch.arange(queries, device=self.position.device) + 0.5) / self.sr_ratio - 0.5
+        return torch.arange(keys, device=self.position.device) - place[:, None]
 
 
 class ConvMlp(nn.Module):
     """Two linear layers; in version 2 with a 3 x 3 depthwise convolution between them."""
 
-    def __init__(self, channels: int, hidden: int, conv: bool) -> None:
+    def __init__(self, channels: int, hidden: int, conv: bool = False) -> None:
         super().__init__()
         self.fc1 = nn.Linear(channels, hidden)
         self.dwconv = nn.Conv2d(hidden, hidden, 3, padding=1, groups=hidden) if conv else None
@@ -100,3 +203,7 @@ class ConvMlp(nn.Module):
         if self.dwconv is not None:
             x = self.dwconv(x.permute(0, 3, 1, 2)).permute(0, 2, 3, 1)
         return light_checkpoint(lambda hidden: self.fc2(F.gelu(hidden)), x)
+
+    def take_in(self, a: Tensor, b: Tensor) -> None:
+        """A norm in front of it."""
+        fold_into(self.fc1, a, b)

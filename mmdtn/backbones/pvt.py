@@ -2,18 +2,19 @@
 
 import itertools
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from mmengine.registry import MODELS
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
-from mmdtn.norms import DTN, Place, needs_grid, norm_class
+from mmdtn.norms import DTN, Place, build_norm, needs_grid, norm_class
 
-from .base import Backbone, architecture
-from .layers import Attention, Block, drop_path_rates, pad_to_multiple
+from .base import Backbone, architecture, check_other_norms
+from .fusing import FusesNorms, Neighbour, fold_behind
+from .layers import Attention, Block, ConvMlp, drop_path_rates, pad_to_multiple, run_block
 
 STAGES = 4
 POOL_SIZES = (4, 2, 1, 1)  # at 224 px always a 14 x 14 grid of statistics
@@ -27,8 +28,10 @@ class PVTDTN(Backbone):
         arch: ``'tiny' | 'small' | 'medium' | 'large'`` (PVT), ``'b0'`` to ``'b5'`` (PVTv2), or a dict of the fields of
             ``ARCHS``; with a name under ``'base'``, only of those that differ from it.
         norm_cfg: Normaliser of the blocks in ``dtn_stages``: ``dict(type='DTN')``; ``dict(type='LN')`` is the published
-            PVT, or any registered one that works on ``B x H x W x C``. All other norms are LayerNorm.
+            PVT, or any registered one that works on ``B x H x W x C``.
         dtn_stages: Stages, from 0, whose blocks take ``norm_cfg``.
+        other_norm_cfg: Normaliser of the other blocks, of patch embeddings and spatial reductions, of stages (PVTv2)
+            and of the end; not DTN.
         out_indices: Stages whose maps ``'featmap'`` returns.
         out_type: ``'featmap'``, a tuple of ``B x C x H x W``, or ``'cls_token'``, a tuple of one ``B x C``, for
             classification: the class token of PVT, the mean over the last map of PVTv2.
@@ -38,6 +41,9 @@ class PVTDTN(Backbone):
         frozen_stages: -1 nothing, 0 the first patch embedding, n also the first n stages.
         norm_eval: Keep batch norms, should ``norm_cfg`` bring any, in evaluation mode.
         with_cp: Compute each block again in the backward pass, to save memory.
+        rpe: True adds relative position to the attention in ``dtn_stages``, as DTN's P has it (Eq. 6): three numbers
+            for each head. ``'local'`` starts them as Eq. 7 says.
+        fused: Norms that were fused into their neighbours: tools/model_converters/fuse.py writes this.
         init_cfg: ``dict(type='Pretrained', checkpoint=..., prefix='backbone.')`` loads what MMPretrain saved.
 
     Example:
@@ -51,6 +57,7 @@ class PVTDTN(Backbone):
         arch: str | dict = 'tiny',
         norm_cfg: dict = dict(type='DTN'),  # noqa: B006  # MM's convention; never written to
         dtn_stages: Sequence[int] = (0, 1, 2),
+        other_norm_cfg: dict = dict(type='LN'),  # noqa: B006
         out_indices: Sequence[int] = (0, 1, 2, 3),
         out_type: str = 'featmap',
         img_size: int = 224,
@@ -59,6 +66,8 @@ class PVTDTN(Backbone):
         frozen_stages: int = -1,
         norm_eval: bool = False,
         with_cp: bool = False,
+        rpe: bool | str = False,
+        fused: Sequence[str] = (),
         init_cfg: dict | None = None,
     ) -> None:
         super().__init__(frozen_stages, norm_eval, init_cfg)
@@ -72,18 +81,19 @@ class PVTDTN(Backbone):
         self.version = a['version']
         self.num_features = a['widths'][-1]
         self.takes_class_token = out_type == 'cls_token' and self.version == 1
-        if self.takes_class_token and needs_grid(norm_cfg) and STAGES - 1 in dtn_stages:
+        if self.takes_class_token and (needs_grid(norm_cfg) or rpe) and STAGES - 1 in dtn_stages:
             raise ValueError(
-                'The class token joins PVT at its last stage, where DTN then has no grid: leave 3 out of dtn_stages.'
+                'The class token joins PVT at its last stage, where DTN and rpe then have no grid: leave 3 out of '
+                'dtn_stages.'
             )
 
         drop_path_rate = a['drop_path_rate'] if drop_path_rate is None else drop_path_rate
         drop_paths = iter(drop_path_rates(drop_path_rate, sum(a['depths'])))
+        check_other_norms(other_norm_cfg)
         side = img_size
         self.stages = nn.ModuleList()
         for i in range(STAGES):
             side = -(-side // (4 if i == 0 else 2))
-            cfg = norm_cfg if i in dtn_stages else dict(type='LN')
             self.stages.append(
                 Stage(
                     in_channels=in_channels if i == 0 else a['widths'][i - 1],
@@ -92,20 +102,25 @@ class PVTDTN(Backbone):
                     mlp_ratio=a['mlp_ratios'][i],
                     sr_ratio=a['sr_ratios'][i],
                     drop_paths=list(itertools.islice(drop_paths, a['depths'][i])),
-                    norm_cfg=cfg,
+                    norm_cfg=norm_cfg if i in dtn_stages else other_norm_cfg,
+                    other_norm_cfg=other_norm_cfg,
                     place=Place(a['norm_heads'][i], POOL_SIZES[i], eps=1e-6),
                     first=i == 0,
                     version=self.version,
                     side=side,
                     with_cp=with_cp,
+                    rpe=rpe if i in dtn_stages else False,
                 )
             )
         if self.takes_class_token:
             self.cls_token = nn.Parameter(torch.zeros(1, 1, 1, self.num_features))
             self.cls_pos = nn.Parameter(torch.zeros(1, 1, 1, self.num_features))
-            self.norm = nn.LayerNorm(self.num_features, eps=1e-6)
+            self.norm = build_norm(other_norm_cfg, self.num_features, Place(a['norm_heads'][-1], eps=1e-6))
+        if out_type == 'cls_token':
+            self.last_norm = 'norm' if self.takes_class_token else f'stages.{STAGES - 1}.norm'
         if with_cp:
             self.check_checkpointing()
+        self.make_room(fused)
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         maps = []
@@ -114,7 +129,7 @@ class PVTDTN(Backbone):
             x = stage.embed(x if i == 0 else x.permute(0, 3, 1, 2))
             if self.takes_class_token and i == STAGES - 1:
                 # Without a grid, as one row: attention over all tokens and LayerNorm do not ask for more.
-                cls = (self.cls_token + self.cls_pos).expand(len(x), -1, -1, -1)
+                cls = (self.cls_token + self.cls_pos).expand(x.shape[0], -1, -1, -1)
                 x = torch.cat((cls.to(x.dtype), x.flatten(1, 2)[:, None]), 2)
             x = stage.blocks_and_norm(x)
             maps.append(x)
@@ -131,7 +146,7 @@ class PVTDTN(Backbone):
 
 
 class Stage(nn.Module):
-    """A patch embedding, with its position embedding in version 1, and blocks; a LayerNorm at the end in version 2."""
+    """A patch embedding, with its position embedding in version 1, and blocks; a norm at the end in version 2."""
 
     def __init__(
         self,
@@ -142,29 +157,32 @@ class Stage(nn.Module):
         sr_ratio: int,
         drop_paths: list[float],
         norm_cfg: dict[str, Any],
+        other_norm_cfg: dict[str, Any],
         place: Place,
         first: bool,
         version: int,
         side: int,
         with_cp: bool,
+        rpe: bool | str,
     ) -> None:
         super().__init__()
         self.with_cp = with_cp
-        self.patch_embed = PatchEmbed(in_channels, channels, stride=4 if first else 2, overlap=version == 2)
+        near_conv = place._replace(eps=1e-5 if version == 2 else 1e-6)
+        embed_norm = build_norm(other_norm_cfg, channels, near_conv)
+        self.patch_embed = PatchEmbed(in_channels, channels, 4 if first else 2, version == 2, embed_norm)
         self.pos_embed = nn.Parameter(torch.zeros(1, side, side, channels)) if version == 1 else None
         self.blocks = nn.ModuleList(
             Block(
                 channels,
-                Attention(channels, num_heads, sr_ratio, norm_eps=1e-5 if version == 2 else 1e-6),
-                mlp_ratio,
+                Attention(channels, num_heads, sr_ratio, build_norm(other_norm_cfg, channels, near_conv), rpe=rpe),
+                ConvMlp(channels, int(channels * mlp_ratio), conv=version == 2),
                 drop_path,
                 norm_cfg,
                 place,
-                conv=version == 2,
             )
             for drop_path in drop_paths
         )
-        self.norm = nn.LayerNorm(channels, eps=1e-6) if version == 2 else nn.Identity()
+        self.norm = build_norm(other_norm_cfg, channels, place) if version == 2 else nn.Identity()
 
     def embed(self, x: Tensor) -> Tensor:
         """``B x C x H x W`` to tokens ``B x h x w x C``."""
@@ -179,23 +197,26 @@ class Stage(nn.Module):
 
     def blocks_and_norm(self, x: Tensor) -> Tensor:
         for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=False) if self.with_cp and x.requires_grad else block(x)
+            x = run_block(block, x, again=self.with_cp)
         return self.norm(x)
 
 
-class PatchEmbed(nn.Module):
+class PatchEmbed(FusesNorms):
     """Patches, overlapping in version 2, as tokens: ``B x C x H x W`` to ``B x ceil(H / s) x ceil(W / s) x C'``."""
 
-    def __init__(self, in_channels: int, channels: int, stride: int, overlap: bool) -> None:
+    def __init__(self, in_channels: int, channels: int, stride: int, overlap: bool, norm: nn.Module) -> None:
         super().__init__()
         self.stride, self.overlap = stride, overlap
         kernel = {4: 7, 2: 3}[stride] if overlap else stride
         self.proj = nn.Conv2d(in_channels, channels, kernel, stride, padding=kernel // 2 if overlap else 0)
-        self.norm = nn.LayerNorm(channels, eps=1e-5 if overlap else 1e-6)
+        self.norm = norm
 
     def forward(self, x: Tensor) -> Tensor:
         x = x if self.overlap else pad_to_multiple(x, self.stride, self.stride)
         return self.norm(self.proj(x).permute(0, 2, 3, 1).contiguous())
+
+    def neighbours(self) -> dict[str, Neighbour]:
+        return dict(norm=Neighbour('proj', partial(fold_behind, self.proj)))
 
 
 def _arch(arch: str | dict, norm_cfg: dict[str, Any]) -> dict[str, Any]:

@@ -1,20 +1,22 @@
 """Swin Transformers with DTN or any other normaliser in their blocks."""
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from mmengine.registry import MODELS
-from timm.layers import PatchEmbed
+from timm import layers
 from timm.models import swin_transformer
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
-from mmdtn.norms import Place
+from mmdtn.norms import Place, build_norm
+from mmdtn.ops import is_exporting
 
-from .base import Backbone, architecture
-from .layers import Block, drop_path_rates
+from .base import Backbone, architecture, check_other_norms
+from .fusing import FusesNorms, Neighbour, border_in_front, fold_behind, fold_into, pad
+from .layers import Block, ConvMlp, drop_path_rates, run_block
 
 STAGES = 4
 MLP_RATIO = 4
@@ -28,9 +30,10 @@ class SwinDTN(Backbone):
         arch: ``'tiny' | 'small' | 'base'``, or a dict of the fields of ``ARCHS``; with a name under ``'base'``, only of
             those that differ from it. ``norm_heads`` gives DTN other heads than those of the attention.
         norm_cfg: Normaliser of the blocks: ``dict(type='DTN')``; ``dict(type='LN')`` is the published Swin, or any
-            registered one that works on ``B x H x W x C``. All other norms are LayerNorm.
+            registered one that works on ``B x H x W x C``.
+        other_norm_cfg: Normaliser of the patch embedding, of patch mergings and of the ends; not DTN.
         pool_sizes: DTN's pool size in each stage.
-        out_indices: Stages whose maps ``'featmap'`` returns, with a LayerNorm each.
+        out_indices: Stages whose maps ``'featmap'`` returns, with a norm each.
         out_type: ``'featmap'``, a tuple of ``B x C x H x W``, or ``'avg_featmap'``, a tuple of one ``B x C``, for
             classification: the mean over the last map. As in the published models, only ``'featmap'`` shifts the
             windows of a map that is no larger than one of them.
@@ -39,6 +42,7 @@ class SwinDTN(Backbone):
         frozen_stages: -1 nothing, 0 the patch embedding, n also the first n stages and their outputs' norms.
         norm_eval: Keep batch norms, should ``norm_cfg`` bring any, in evaluation mode.
         with_cp: Compute each block again in the backward pass, to save memory.
+        fused: Norms that were fused into their neighbours: tools/model_converters/fuse.py writes this.
         init_cfg: ``dict(type='Pretrained', checkpoint=..., prefix='backbone.')`` loads what MMPretrain saved.
 
     Example:
@@ -51,6 +55,7 @@ class SwinDTN(Backbone):
         self,
         arch: str | dict = 'tiny',
         norm_cfg: dict = dict(type='DTN'),  # noqa: B006  # MM's convention; never written to
+        other_norm_cfg: dict = dict(type='LN'),  # noqa: B006
         pool_sizes: Sequence[int] = (4, 2, 1, 1),  # at 224 px a 14 x 14 grid of statistics, 7 x 7 in the last stage
         out_indices: Sequence[int] = (0, 1, 2, 3),
         out_type: str = 'featmap',
@@ -59,6 +64,7 @@ class SwinDTN(Backbone):
         frozen_stages: int = -1,
         norm_eval: bool = False,
         with_cp: bool = False,
+        fused: Sequence[str] = (),
         init_cfg: dict | None = None,
     ) -> None:
         super().__init__(frozen_stages, norm_eval, init_cfg)
@@ -78,12 +84,11 @@ class SwinDTN(Backbone):
 
         drop_path_rate = a['drop_path_rate'] if drop_path_rate is None else drop_path_rate
         drop_paths = iter(drop_path_rates(drop_path_rate, sum(a['depths'])))
-        self.patch_embed = PatchEmbed(
-            None, 4, embed_dim=widths[0], norm_layer=nn.LayerNorm, output_fmt='NHWC', dynamic_img_pad=True
-        )
+        places = [Place(heads, pool_size) for heads, pool_size in zip(a['norm_heads'], pool_sizes, strict=True)]
+        self.patch_embed = PatchEmbed(None, 4, embed_dim=widths[0], output_fmt='NHWC', dynamic_img_pad=True)
+        self.patch_embed.norm = build_norm(check_other_norms(other_norm_cfg), widths[0], places[0])
         self.stages = nn.ModuleList()
         for i in range(STAGES):
-            place = Place(a['norm_heads'][i], pool_sizes[i])
             blocks = [
                 Block(
                     widths[i],
@@ -94,18 +99,24 @@ class SwinDTN(Backbone):
                         shifted=j % 2 == 1,
                         shift_alone=out_type == 'featmap',
                     ),
-                    MLP_RATIO,
+                    ConvMlp(widths[i], MLP_RATIO * widths[i]),
                     next(drop_paths),
                     norm_cfg,
-                    place,
+                    places[i],
                 )
                 for j in range(a['depths'][i])
             ]
-            self.stages.append(Stage(widths[i - 1] if i > 0 else None, blocks, with_cp))
+            downsample: nn.Module = nn.Identity()
+            if i > 0:
+                downsample = PatchMerging(widths[i - 1])
+                downsample.norm = build_norm(other_norm_cfg, 4 * widths[i - 1], places[i])
+            self.stages.append(Stage(downsample, blocks, with_cp))
         for i in self.out_indices:
-            self.add_module(f'norm{i}', nn.LayerNorm(widths[i]))
+            self.add_module(f'norm{i}', build_norm(other_norm_cfg, widths[i], places[i]))
+        self.last_norm = None if out_type == 'featmap' else f'norm{STAGES - 1}'
         if with_cp:
             self.check_checkpointing()
+        self.make_room(fused)
 
     def init_weights(self) -> None:
         super().init_weights()
@@ -118,7 +129,7 @@ class SwinDTN(Backbone):
         for i, stage in enumerate(self.stages):
             x = stage(x)
             if i in self.out_indices:
-                outs.append(self.get_submodule(f'norm{i}')(x))
+                outs.append(getattr(self, f'norm{i}')(x))
         if self.out_type == 'avg_featmap':
             return (outs[0].mean((1, 2)),)
         return tuple(out.permute(0, 3, 1, 2).contiguous() for out in outs)
@@ -126,22 +137,32 @@ class SwinDTN(Backbone):
     def frozen_parts(self) -> Iterator[nn.Module]:
         yield self.patch_embed
         yield from self.stages[: self.frozen_stages]
-        yield from (self.get_submodule(f'norm{i}') for i in self.out_indices if i < self.frozen_stages)
+        yield from (getattr(self, f'norm{i}') for i in self.out_indices if i < self.frozen_stages)
+
+
+class PatchEmbed(FusesNorms, layers.PatchEmbed):
+    def neighbours(self) -> dict[str, Neighbour]:
+        return dict(norm=Neighbour('proj', partial(fold_behind, self.proj)))
+
+
+class PatchMerging(FusesNorms, swin_transformer.PatchMerging):
+    def neighbours(self) -> dict[str, Neighbour]:
+        return dict(norm=Neighbour('reduction', partial(fold_into, self.reduction)))
 
 
 class Stage(nn.Module):
     """Blocks, from the second stage on after a patch merging that halves the sides of the map."""
 
-    def __init__(self, in_channels: int | None, blocks: list[Block], with_cp: bool) -> None:
+    def __init__(self, downsample: nn.Module, blocks: list[Block], with_cp: bool) -> None:
         super().__init__()
         self.with_cp = with_cp
-        self.downsample = nn.Identity() if in_channels is None else swin_transformer.PatchMerging(in_channels)
+        self.downsample = downsample
         self.blocks = nn.ModuleList(blocks)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.downsample(x)
         for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=False) if self.with_cp and x.requires_grad else block(x)
+            x = run_block(block, x, again=self.with_cp)
         return x
 
 
@@ -152,8 +173,11 @@ class WindowAttention(swin_transformer.WindowAttention):
     weights this takes, pads first. timm also builds the mask of all windows for each new size. Here there is none:
     only windows at the end of a shifted map hold tokens from both of its ends, so four kinds of window are all there
     are, whatever the size.
+
+    ``border``: what maps are padded with, if not zeros, as a norm in front was taken in.
     """
 
+    border: Tensor | None
     cuts: Tensor
     relative_position_index: Tensor
 
@@ -164,38 +188,55 @@ class WindowAttention(swin_transformer.WindowAttention):
         self.side = window_size
         self.shift = window_size // 2 if shifted else 0
         self.shift_alone = shift_alone  # also where the map is no larger than a window
+        self.register_buffer('border', None)
         if self.shift:
             self.register_buffer('cuts', _cuts(self.side, self.shift), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]  # no mask: the map says what it needs
         B, H, W, C = x.shape
         side, K = self.side, self.num_heads
-        shift = self.shift if self.shift_alone or min(H, W) > side else 0
+        shift, exporting = self._shift_of(H, W), is_exporting()
         rows, columns = (H + side - 1) // side, (W + side - 1) // side
         below, right = rows * side - H, columns * side - W
-        if torch.compiler.is_exporting() or below or right:  # an exported program pads for every size
-            x = F.pad(x, (0, 0, 0, right, 0, below))
-        if shift:
-            x = x.roll((-shift, -shift), (1, 2))
+        if exporting or below or right:  # an exported program pads for every size
+            x = pad(x, below, right, self.border)
+        shifts = self.shift > 0 if exporting else shift > 0  # and shifts for every size, where need be by 0
+        if shifts:
+            x = _roll(x, -shift)
         bias = self.relative_position_bias_table[self.relative_position_index].permute(2, 0, 1)
-        if shift:
-            bias = _of_all_windows(bias + self.cuts, rows, columns)
+        if shifts:
+            bias = _of_all_windows(bias + self.cuts, rows, columns, shift // self.shift)
         qkv = self.qkv(x).view(B, rows, side, columns, side, 3, K, C // K).permute(5, 0, 1, 3, 6, 2, 4, 7)
         # Windows with a bias of their own go where heads go, so that the images of a batch share them.
         q, k, v = qkv.reshape(3, -1, bias.shape[0], side * side, C // K)
-        out = _attend(q, k, v, bias[None])
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=bias[None].to(q.dtype))
         out = out.view(B, rows, columns, K, side, side, C // K).permute(0, 1, 4, 2, 5, 3, 6)
         x = out.reshape(B, rows * side, columns * side, C)
-        if shift:
-            x = x.roll((shift, shift), (1, 2))
+        if shifts:
+            x = _roll(x, shift)
         return self.proj(x[:, :H, :W].contiguous())
 
+    def _shift_of(self, height: int, width: int) -> int:
+        """0 for a map that is no larger than a window, unless ``shift_alone``."""
+        if self.shift_alone:
+            return self.shift
+        if is_exporting():  # the same without a branch, which would hold for some sizes only
+            return self.shift * torch.sym_min(torch.sym_min(height, width) // (self.side + 1), 1)
+        return self.shift if min(height, width) > self.side else 0
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
-    if q.device.type != 'cpu':
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
-    # No fused kernel of CPUs learns a bias. What torch runs instead is slower, and keeps scaled copies of q and k.
-    return (q @ k.mT).mul_(q.shape[-1] ** -0.5).add_(bias).softmax(-1) @ v
+    def take_in(self, a: Tensor, b: Tensor) -> None:
+        """A norm in front of it."""
+        self.border = border_in_front(self.qkv, self.border, a, b)
+        fold_into(self.qkv, a, b)
+
+
+def _roll(x: Tensor, shift: int) -> Tensor:
+    if isinstance(shift, int):
+        return x.roll((shift, shift), (1, 2))
+    for axis in (1, 2):  # torch's own becomes a roll by a fixed number in ONNX
+        end = (x.shape[axis] - shift) % x.shape[axis]
+        x = torch.cat((x.narrow(axis, end, x.shape[axis] - end), x.narrow(axis, 0, end)), axis)
+    return x
 
 
 def _cuts(side: int, shift: int) -> Tensor:
@@ -207,9 +248,12 @@ def _cuts(side: int, shift: int) -> Tensor:
     return torch.zeros(parted.shape).masked_fill(parted, float('-inf')).view(2, 2, 1, side * side, side * side)
 
 
-def _of_all_windows(kinds: Tensor, rows: int, columns: int) -> Tensor:
-    """``2 x 2 x K x N x N``, by whether a window is in the last row and column, to ``(rows columns K) x N x N``."""
-    row, column = ((torch.arange(n, device=kinds.device) == n - 1).long() for n in (rows, columns))
+def _of_all_windows(kinds: Tensor, rows: int, columns: int, shifted: int) -> Tensor:
+    """``2 x 2 x K x N x N``, by whether a window is in the last row and column, to ``(rows columns K) x N x N``.
+
+    ``shifted``: 1, or 0 for a map whose ends meet in no window.
+    """
+    row, column = ((torch.arange(n, device=kinds.device) == n - 1).long() * shifted for n in (rows, columns))
     return kinds.index_select(0, row).index_select(1, column).flatten(0, 2)
 
 

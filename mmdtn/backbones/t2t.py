@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,10 +11,14 @@ from mmengine.registry import MODELS
 from timm.layers import resample_abs_pos_embed_nhwc
 from torch import Tensor, nn
 
-from .base import architecture
+from mmdtn.norms import Place, build_norm
+
+from .base import architecture, check_other_norms
+from .fusing import FusesNorms, Neighbour, fold_into
 from .vit import PlainBackbone
 
-SPLITS = ((7, 4, 2), (3, 2, 1), (3, 2, 1))  # kernel, stride, padding
+Split = tuple[int, int, int]  # kernel, stride, padding
+SPLITS: tuple[Split, ...] = ((7, 4, 2), (3, 2, 1), (3, 2, 1))
 TOKEN_WIDTH = 64
 EPS = 1e-5
 RANDOM_FEATURES = 32
@@ -23,7 +28,7 @@ RANDOM_FEATURES = 32
 class T2TViTDTN(PlainBackbone):
     """T2T-ViT (arXiv 2101.11986) on maps ``B x H x W x C``, its first blocks normalised by DTN.
 
-    Attention in front of the blocks, on a grid of a fourth of the image's side, keeps its LayerNorm. The position
+    Attention in front of the blocks works on a grid of a fourth of the image's side, too large for DTN. The position
     embedding is a fixed table of sines.
 
     Args:
@@ -31,19 +36,21 @@ class T2TViTDTN(PlainBackbone):
             performers do; or a dict of the fields of ``ARCHS``; with a name under ``'base'``, only of those that differ
             from it.
         norm_cfg: Normaliser of the first ``dtn_layers`` blocks: ``dict(type='DTN')``; ``dict(type='LN')`` is the
-            published T2T-ViT, or any registered one that works on ``B x H x W x C``. All other norms are LayerNorm.
+            published T2T-ViT, or any registered one that works on ``B x H x W x C``.
         dtn_layers: How many blocks take ``norm_cfg``.
-        cls_from: Block, from 0, before which the class token joins. None: for ``'cls_token'`` as soon as all blocks
-            that follow take LayerNorm, for the other outputs never.
+        other_norm_cfg: Normaliser of the token module, of the other blocks, and of the one behind the last; not DTN.
+        cls_from: Block, from 0, before which the class token joins. None: for ``'cls_token'`` after the blocks with
+            DTN, or before the first with another normaliser; for the other outputs never.
         out_indices: Blocks, from 0 or backwards from -1, whose maps ``'featmap'`` returns. Later blocks are not built.
         out_type: ``'cls_token'``, a tuple of one ``B x C``; ``'avg_featmap'``, the same from the mean over the grid; or
-            ``'featmap'``, a tuple of ``B x C x H x W``. The last block is followed by a LayerNorm.
+            ``'featmap'``, a tuple of ``B x C x H x W``. The last block is followed by a norm.
         img_size: Side of the images for which the position table is made; it is resized for others.
         in_channels: Channels of the image.
         drop_path_rate: Stochastic depth of the last block.
         frozen_stages: -1 nothing, 0 the token module, n also the first n blocks.
         norm_eval: Keep batch norms, should ``norm_cfg`` bring any, in evaluation mode.
         with_cp: Compute each block again in the backward pass, to save memory.
+        fused: Norms that were fused into their neighbours: tools/model_converters/fuse.py writes this.
         init_cfg: ``dict(type='Pretrained', checkpoint=..., prefix='backbone.')`` loads what MMPretrain saved.
 
     Example:
@@ -58,6 +65,7 @@ class T2TViTDTN(PlainBackbone):
         arch: str | dict = 't-14',
         norm_cfg: dict = dict(type='DTN'),  # noqa: B006  # MM's convention; never written to
         dtn_layers: int = 10,
+        other_norm_cfg: dict = dict(type='LN'),  # noqa: B006
         cls_from: int | None = None,
         out_indices: Sequence[int] = (-1,),
         out_type: str = 'cls_token',
@@ -67,18 +75,18 @@ class T2TViTDTN(PlainBackbone):
         frozen_stages: int = -1,
         norm_eval: bool = False,
         with_cp: bool = False,
+        fused: Sequence[str] = (),
         init_cfg: dict | None = None,
     ) -> None:
         a = architecture(arch, ARCHS)
-        side = img_size
-        for split in SPLITS:
-            side = _splits_along(side, *split)
+        side = tokens_along(img_size, SPLITS)
         super().__init__(
             a,
-            TokensToToken(in_channels, a['width'], performer=a['performer']),
+            TokensToToken(in_channels, a['width'], a['performer'], norm_cfg=check_other_norms(other_norm_cfg)),
             sines(1 + side * side, a['width'])[1:].view(1, side, side, -1),  # row 0 is the class token's
             norm_cfg,
             dtn_layers,
+            other_norm_cfg,
             cls_from,
             out_indices,
             out_type,
@@ -86,6 +94,7 @@ class T2TViTDTN(PlainBackbone):
             frozen_stages,
             norm_eval,
             with_cp,
+            fused,
             init_cfg,
             eps=EPS,
             qkv_bias=False,
@@ -105,39 +114,50 @@ class T2TViTDTN(PlainBackbone):
 class TokensToToken(nn.Module):
     """``B x C x H x W`` to ``B x h x w x width``: each token takes up its neighbourhood, thrice, attention between."""
 
-    def __init__(self, in_channels: int, width: int, performer: bool) -> None:
+    def __init__(
+        self,
+        in_channels: int,
+        width: int,
+        performer: bool,
+        splits: Sequence[Split] = SPLITS,
+        norm_cfg: dict = dict(type='LN'),  # noqa: B006
+    ) -> None:
         super().__init__()
+        self.splits = splits
         layer = TokenPerformer if performer else TokenTransformer
-        first, second, third = (kernel * kernel for kernel, _, _ in SPLITS)
-        self.attention1 = layer(in_channels * first, TOKEN_WIDTH)
-        self.attention2 = layer(TOKEN_WIDTH * second, TOKEN_WIDTH)
+        first, second, third = (kernel * kernel for kernel, _, _ in splits)
+        self.attention1 = layer(in_channels * first, TOKEN_WIDTH, norm_cfg)
+        self.attention2 = layer(TOKEN_WIDTH * second, TOKEN_WIDTH, norm_cfg)
         self.project = nn.Linear(TOKEN_WIDTH * third, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        for split, layer in zip(SPLITS, (self.attention1, self.attention2, self.project), strict=True):
+        for split, layer in zip(self.splits, (self.attention1, self.attention2, self.project), strict=True):
             x = layer(soft_split(x, *split)).permute(0, 3, 1, 2)
         return x.permute(0, 2, 3, 1)
 
 
 def soft_split(x: Tensor, kernel: int, stride: int, padding: int) -> Tensor:
     """Overlapping patches of ``B x C x H x W`` as tokens ``B x h x w x (C kernel kernel)``."""
-    height, width = (_splits_along(side, kernel, stride, padding) for side in x.shape[2:])
+    height, width = (tokens_along(side, [(kernel, stride, padding)]) for side in x.shape[2:])
     return F.unfold(x, kernel, stride=stride, padding=padding).transpose(1, 2).unflatten(1, (height, width))
 
 
-def _splits_along(side: int, kernel: int, stride: int, padding: int) -> int:
-    return (side + 2 * padding - kernel) // stride + 1
+def tokens_along(side: int, splits: Sequence[Split]) -> int:
+    """How many tokens the splits, one after another, leave along a side."""
+    for kernel, stride, padding in splits:
+        side = (side + 2 * padding - kernel) // stride + 1
+    return side
 
 
-class TokenLayer(nn.Module):
+class TokenLayer(FusesNorms):
     """A transformer layer of one head that changes the width: where others add the input, it adds the values."""
 
-    def __init__(self, in_channels: int, channels: int, bias: bool, drop: float) -> None:
+    def __init__(self, in_channels: int, channels: int, bias: bool, drop: float, norm_cfg: dict[str, Any]) -> None:
         super().__init__()
-        self.norm1 = nn.LayerNorm(in_channels, eps=EPS)
+        self.norm1 = build_norm(norm_cfg, in_channels, Place(eps=EPS))
         self.qkv = nn.Linear(in_channels, 3 * channels, bias=bias)
         self.proj = nn.Linear(channels, channels)
-        self.norm2 = nn.LayerNorm(channels, eps=EPS)
+        self.norm2 = build_norm(norm_cfg, channels, Place(eps=EPS))
         self.fc1 = nn.Linear(channels, channels)
         self.fc2 = nn.Linear(channels, channels)
         self.drop = nn.Dropout(drop)
@@ -149,14 +169,20 @@ class TokenLayer(nn.Module):
         x = x + self.drop(self.fc2(F.gelu(self.fc1(self.norm2(x)))))
         return x.unflatten(1, grid)
 
+    def neighbours(self) -> dict[str, Neighbour]:
+        return dict(
+            norm1=Neighbour('qkv', partial(fold_into, self.qkv)),
+            norm2=Neighbour('fc1', partial(fold_into, self.fc1)),
+        )
+
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """All ``B x T x C``."""
         raise NotImplementedError
 
 
 class TokenTransformer(TokenLayer):
-    def __init__(self, in_channels: int, channels: int) -> None:
-        super().__init__(in_channels, channels, bias=False, drop=0.0)
+    def __init__(self, in_channels: int, channels: int, norm_cfg: dict = dict(type='LN')) -> None:  # noqa: B006
+        super().__init__(in_channels, channels, bias=False, drop=0.0, norm_cfg=norm_cfg)
         self.scale = in_channels**-0.5  # not that of the head's width: so it was published
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -169,8 +195,8 @@ class TokenPerformer(TokenLayer):
 
     features: Tensor
 
-    def __init__(self, in_channels: int, channels: int) -> None:
-        super().__init__(in_channels, channels, bias=True, drop=0.1)
+    def __init__(self, in_channels: int, channels: int, norm_cfg: dict = dict(type='LN')) -> None:  # noqa: B006
+        super().__init__(in_channels, channels, bias=True, drop=0.1, norm_cfg=norm_cfg)
         directions = nn.init.orthogonal_(torch.empty(RANDOM_FEATURES, channels))
         self.register_buffer('features', directions * math.sqrt(RANDOM_FEATURES))
 

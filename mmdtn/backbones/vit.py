@@ -7,12 +7,11 @@ import torch
 from mmengine.registry import MODELS
 from timm.layers import resample_abs_pos_embed_nhwc
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
-from mmdtn.norms import Place, needs_grid
+from mmdtn.norms import Place, build_norm, needs_grid
 
-from .base import Backbone, architecture
-from .layers import Attention, Block, drop_path_rates, pad_to_multiple
+from .base import Backbone, architecture, check_other_norms
+from .layers import Attention, Block, ConvMlp, drop_path_rates, pad_to_multiple, run_block
 
 
 class PlainBackbone(Backbone):
@@ -28,6 +27,7 @@ class PlainBackbone(Backbone):
         pos_embed: Tensor,
         norm_cfg: dict,
         dtn_layers: int,
+        other_norm_cfg: dict,
         cls_from: int | None,
         out_indices: Sequence[int],
         out_type: str,
@@ -35,9 +35,11 @@ class PlainBackbone(Backbone):
         frozen_stages: int,
         norm_eval: bool,
         with_cp: bool,
+        fused: Sequence[str],
         init_cfg: dict | None,
         eps: float,
         qkv_bias: bool,
+        rpe: bool | str = False,
     ) -> None:
         super().__init__(frozen_stages, norm_eval, init_cfg)
         width, depth, num_heads = arch['width'], arch['depth'], arch['num_heads']
@@ -46,16 +48,17 @@ class PlainBackbone(Backbone):
         if not all(-depth <= i < depth for i in out_indices) or not 0 <= dtn_layers <= depth:
             raise ValueError(f'out_indices={out_indices} or dtn_layers={dtn_layers} is not within {depth} blocks.')
         if cls_from is None and out_type == 'cls_token':
-            cls_from = dtn_layers if needs_grid(norm_cfg) else 0
+            cls_from = dtn_layers if rpe or needs_grid(norm_cfg) else 0
         if cls_from is not None and not 0 <= cls_from < depth:
             raise ValueError(
                 f'The class token cannot join before block {cls_from} of 0 to {depth - 1}: it would see no patch. '
-                f'Choose dtn_layers and cls_from below {depth}, or out_type={"avg_featmap"!r}.'
+                f'Choose cls_from=0, with which it is there from the first block on, or another number below {depth}; '
+                f'or out_type={"avg_featmap"!r}.'
             )
-        if cls_from is not None and cls_from < dtn_layers and needs_grid(norm_cfg):
+        if cls_from is not None and cls_from < dtn_layers and rpe:
             raise ValueError(
-                f'The class token joins before block {cls_from}, but has no place on the grid that the first '
-                f'dtn_layers={dtn_layers} blocks need for DTN: cls_from should be {dtn_layers} or more.'
+                f'The class token joins before block {cls_from}, but has no place on the grid that rpe needs in the '
+                f'first dtn_layers={dtn_layers} blocks: cls_from should be {dtn_layers} or more.'
             )
         self.out_type = out_type
         self.cls_from = cls_from
@@ -71,38 +74,43 @@ class PlainBackbone(Backbone):
             self.register_buffer('pos_embed', pos_embed, persistent=False)
         if cls_from is not None:
             self.cls_token = nn.Parameter(torch.zeros(1, 1, 1, width))
-        norms = [norm_cfg] * dtn_layers + [dict(type='LN')] * (depth - dtn_layers)
+        norms = [norm_cfg] * dtn_layers + [check_other_norms(other_norm_cfg)] * (depth - dtn_layers)
+        place = Place(num_heads, eps=eps)
         self.blocks = nn.ModuleList(
             Block(
                 width,
-                Attention(width, num_heads, qkv_bias=qkv_bias),
-                arch['mlp_ratio'],
+                Attention(width, num_heads, qkv_bias=qkv_bias, rpe=rpe if i < dtn_layers else False),
+                ConvMlp(width, int(width * arch['mlp_ratio'])),
                 rate,
                 cfg,
-                Place(num_heads, eps=eps),
+                place,
             )
-            for rate, cfg in zip(drop_path_rates(drop_path_rate, depth), norms, strict=True)
+            for i, (rate, cfg) in enumerate(zip(drop_path_rates(drop_path_rate, depth), norms, strict=True))
         )[: max(self.out_indices) + 1]
         if depth - 1 in self.out_indices:
-            self.norm = nn.LayerNorm(width, eps=eps)
+            self.norm = build_norm(other_norm_cfg, width, place)
+        self.last_norm = None if out_type == 'featmap' else 'norm'
         self.depth = depth
         if with_cp:
             self.check_checkpointing()
+        self.make_room(fused)
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         x = self.tokens(x)
-        grid = x.shape
+        shape, grid = x.shape, None
         outs = {}
         for i, block in enumerate(self.blocks):
             if i == self.cls_from:
-                # Without a grid, as one row: attention over all tokens and LayerNorm do not ask for more.
-                x = torch.cat((self.cls_token.expand(len(x), -1, -1, -1).to(x.dtype), x.flatten(1, 2)[:, None]), 2)
-            x = checkpoint(block, x, use_reentrant=False) if self.with_cp and x.requires_grad else block(x)
+                # As one row: all but DTN need no more, and DTN is told the grid of the tokens behind the first.
+                grid = shape[1:3]
+                cls = self.cls_token.expand(x.shape[0], -1, -1, -1).to(x.dtype)
+                x = torch.cat((cls, x.flatten(1, 2)[:, None]), 2)
+            x = run_block(block, x, grid, again=self.with_cp)
             if i in self.out_indices:
                 outs[i] = x
         if self.out_type == 'cls_token':
-            return (self.norm(x[:, 0, 0]),)
-        outs = {i: t if t.shape == grid else t[:, 0, 1:].reshape(grid) for i, t in outs.items()}
+            return (self.norm(x)[:, 0, 0].contiguous(),)
+        outs = {i: t if t.shape == shape else t[:, 0, 1:].reshape(shape) for i, t in outs.items()}
         if self.depth - 1 in outs:
             outs[self.depth - 1] = self.norm(outs[self.depth - 1])
         if self.out_type == 'avg_featmap':
@@ -123,19 +131,21 @@ class PlainBackbone(Backbone):
 class ViTDTN(PlainBackbone):
     """ViT (arXiv 2010.11929, as in DeiT) on maps ``B x H x W x C``, its first blocks normalised by DTN.
 
-    DTN needs a token's place on the grid, which a class token does not have: it joins after the blocks with DTN.
+    A class token has no place on the grid, so in the paper it joins after the blocks with DTN. With ``cls_from=0`` it
+    is there from the first block on, as in the published ViT, and DTN leaves it out of its neighbourhoods.
 
     Args:
         arch: ``'t' | 't*' | 's' | 's*' | 'b' | 'b*'``, or a dict of the fields of ``ARCHS``; with a name under
             ``'base'``, only of those that differ from it.
         norm_cfg: Normaliser of the first ``dtn_layers`` blocks: ``dict(type='DTN')``; ``dict(type='LN')`` is the
-            published ViT, or any registered one that works on ``B x H x W x C``. All other norms are LayerNorm.
+            published ViT, or any registered one that works on ``B x H x W x C``.
         dtn_layers: How many blocks take ``norm_cfg``.
-        cls_from: Block, from 0, before which the class token joins. None: for ``'cls_token'`` as soon as all blocks
-            that follow take LayerNorm, for the other outputs never.
+        other_norm_cfg: Normaliser of the other blocks, and of the one behind the last block; not DTN.
+        cls_from: Block, from 0, before which the class token joins. None: for ``'cls_token'`` after the blocks with
+            DTN or ``rpe``, or before the first with another normaliser; for the other outputs never.
         out_indices: Blocks, from 0 or backwards from -1, whose maps ``'featmap'`` returns. Later blocks are not built.
         out_type: ``'cls_token'``, a tuple of one ``B x C``; ``'avg_featmap'``, the same from the mean over the grid; or
-            ``'featmap'``, a tuple of ``B x C x H x W``. The last block is followed by a LayerNorm.
+            ``'featmap'``, a tuple of ``B x C x H x W``. The last block is followed by a norm.
         img_size: Side of the images for which the position embedding is held; it is resized for others.
         patch_size: Side of a patch.
         in_channels: Channels of the image.
@@ -143,6 +153,9 @@ class ViTDTN(PlainBackbone):
         frozen_stages: -1 nothing, 0 the patch and position embedding, n also the first n blocks.
         norm_eval: Keep batch norms, should ``norm_cfg`` bring any, in evaluation mode.
         with_cp: Compute each block again in the backward pass, to save memory.
+        rpe: True adds relative position to the attention of the first ``dtn_layers`` blocks, as DTN's P has it (Eq. 6):
+            three numbers for each head. ``'local'`` starts them as Eq. 7 says.
+        fused: Norms that were fused into their neighbours: tools/model_converters/fuse.py writes this.
         init_cfg: ``dict(type='Pretrained', checkpoint=..., prefix='backbone.')`` loads what MMPretrain saved.
 
     Example:
@@ -157,6 +170,7 @@ class ViTDTN(PlainBackbone):
         arch: str | dict = 's*',
         norm_cfg: dict = dict(type='DTN'),  # noqa: B006  # MM's convention; never written to
         dtn_layers: int = 10,
+        other_norm_cfg: dict = dict(type='LN'),  # noqa: B006
         cls_from: int | None = None,
         out_indices: Sequence[int] = (-1,),
         out_type: str = 'cls_token',
@@ -167,6 +181,8 @@ class ViTDTN(PlainBackbone):
         frozen_stages: int = -1,
         norm_eval: bool = False,
         with_cp: bool = False,
+        rpe: bool | str = False,
+        fused: Sequence[str] = (),
         init_cfg: dict | None = None,
     ) -> None:
         a = architecture(arch, ARCHS)
@@ -177,6 +193,7 @@ class ViTDTN(PlainBackbone):
             nn.Parameter(torch.zeros(1, side, side, a['width'])),
             norm_cfg,
             dtn_layers,
+            other_norm_cfg,
             cls_from,
             out_indices,
             out_type,
@@ -184,9 +201,11 @@ class ViTDTN(PlainBackbone):
             frozen_stages,
             norm_eval,
             with_cp,
+            fused,
             init_cfg,
             eps=1e-6,
             qkv_bias=True,
+            rpe=rpe,
         )
         self.patch_size = patch_size
 

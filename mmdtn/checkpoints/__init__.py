@@ -1,11 +1,13 @@
 from .convert import Report, convert
 from .dtn import from_dtn_pvt, from_dtn_vit
+from .dvt import from_dvt, to_dvt
 from .files import load, read, write
 from .formats import CHOICES
+from .levit import from_levit, from_mmpretrain_levit, from_timm_levit
 from .pvt import from_mmdet_pvt, from_pvt, from_timm_pvt_v2
 from .swin import from_microsoft_swin, from_mmdet_swin, from_mmpretrain_swin, from_timm_swin
 from .t2t import from_mmpretrain_t2t, from_t2t
-from .vit import from_timm_vit
+from .vit import from_mmpretrain_vit, from_timm_vit
 
 __all__ = [
     'CHOICES',
@@ -13,17 +15,23 @@ __all__ = [
     'convert',
     'from_dtn_pvt',
     'from_dtn_vit',
+    'from_dvt',
+    'from_levit',
     'from_microsoft_swin',
     'from_mmdet_pvt',
     'from_mmdet_swin',
+    'from_mmpretrain_levit',
     'from_mmpretrain_swin',
     'from_mmpretrain_t2t',
+    'from_mmpretrain_vit',
     'from_pvt',
     'from_t2t',
+    'from_timm_levit',
     'from_timm_pvt_v2',
     'from_timm_swin',
     'from_timm_vit',
     'load',
     'read',
+    'to_dvt',
     'write',
 ]

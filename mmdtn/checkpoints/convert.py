@@ -5,14 +5,18 @@ import re
 from dataclasses import dataclass, field
 
 import torch
+import torch.nn.functional as F
 from timm.layers import resample_abs_pos_embed_nhwc, resize_rel_pos_bias_table
 from torch import Tensor, nn
 
 from ..norms import DTN
+from ..norms.dtn import mix_of
 from .formats import FORMATS, State, recognise
 
 # Ends of a backbone that classification and detection do not share; all else has to fit.
 ENDS = r'cls_token|cls_pos|norm[0-3]?\.(weight|bias)'
+# A classifier's last layer in MMPretrain's LinearClsHead and VisionTransformerClsHead; others call it head alone.
+LAST_LAYERS = ('head.fc.', 'head.layers.head.')
 DTN_PARAMETERS = ('mean_mix', 'var_mix', 'position')
 
 
@@ -35,7 +39,12 @@ class Report:
 
 
 def convert(
-    state: State, model: nn.Module, source: str = 'auto', warm_start: float | None = None, resize: bool = False
+    state: State,
+    model: nn.Module,
+    source: str = 'auto',
+    warm_start: float | None = None,
+    resize: bool = False,
+    keep: str | None = None,
 ) -> tuple[State, Report]:
     """``state`` as one that ``model`` loads, a backbone or a classifier or detector around one of ours.
 
@@ -45,6 +54,7 @@ def convert(
         source: One of ``CHOICES``.
         warm_start: For a file with LayerNorm and a model with DTN: both lambdas of every layer.
         resize: Interpolate position embeddings and bias tables of another size, instead of refusing them.
+        keep: A pattern: parameters of the backbone with such names keep their start, whatever the file has for them.
     """
     whole = hasattr(model, 'backbone')
     backbone: nn.Module = model.backbone if whole else model  # type: ignore[assignment]
@@ -53,6 +63,11 @@ def convert(
     report = Report(name)
     ours = _translate(theirs, backbone, name, report)
     target = backbone.state_dict()
+    if keep is not None:
+        kept = {key for key in target if re.fullmatch(keep, key)}
+        ours = {key: value for key, value in ours.items() if key not in kept}
+        target = {key: value for key, value in target.items() if key not in kept}
+        report.kept += sorted(kept)
     ours = _fit(ours, target, report, resize)
     _check_function(ours, backbone, name, warm_start)
     report.used += len(ours)
@@ -61,7 +76,7 @@ def convert(
         report.dropped |= dict.fromkeys(rest, 'not part of a backbone')
         return ours, report
     others = {key: value for key, value in model.state_dict().items() if not key.startswith('backbone.')}
-    fitting = _fit(rest, others, report, resize, ends='.*')
+    fitting = _fit(_heads_as_in(others, rest), others, report, resize, ends='.*')
     report.used += len(fitting)
     report.kept += sorted({key.rpartition('.')[0] for key in others.keys() - fitting.keys()})
     return {f'backbone.{key}': value for key, value in ours.items()} | fitting, report
@@ -72,9 +87,19 @@ def split(state: State) -> tuple[State, State]:
     if any(key.startswith('backbone.') for key in state):
         theirs = {key.removeprefix('backbone.'): value for key, value in state.items() if key.startswith('backbone.')}
         return theirs, {key: value for key, value in state.items() if not key.startswith('backbone.')}
-    theirs = {key: value for key, value in state.items() if not key.startswith('head.')}
-    rest = {re.sub(r'^head\.(fc\.)?', 'head.fc.', key): state[key] for key in state if key not in theirs}
-    return theirs, rest
+    theirs = {key: value for key, value in state.items() if not key.startswith(('head.', 'head_dist.'))}
+    return theirs, {key: value for key, value in state.items() if key not in theirs}
+
+
+def _heads_as_in(target: State, rest: State) -> State:
+    """``rest`` with the target's names of the last layer, and with MMPretrain's of LeViT's one or two heads."""
+    last = next((name for name in LAST_LAYERS if any(key.startswith(name) for key in target)), LAST_LAYERS[0])
+    out: State = {}
+    for key, value in rest.items():
+        key = re.sub(r'^head\.(fc\.|layers\.head\.)?(?=(weight|bias)$)', last, key)
+        key = re.sub(r'^(head|head_dist)\.(bn\.|linear\.)', r'head.\1.\2', key.replace('.l.', '.linear.'))
+        out[key] = value
+    return out
 
 
 def _translate(theirs: State, backbone: nn.Module, name: str, report: Report) -> State:
@@ -122,6 +147,11 @@ def _resize(key: str, value: Tensor, want: Tensor) -> Tensor | None:
     if key.endswith('relative_position_bias_table') and value.dim() == 2 and value.shape[1] == want.shape[1]:
         window = (math.isqrt(len(want)) + 1) // 2
         return resize_rel_pos_bias_table(value, (window, window), tuple(want.shape))
+    if key.endswith('attention_biases') and value.dim() == 2 and len(value) == len(want):  # by distance, from 0 on
+        sides = [math.isqrt(table.shape[1]) for table in (value, want)]
+        if [side**2 for side in sides] == [value.shape[1], want.shape[1]]:
+            square = value.view(1, len(value), sides[0], sides[0])
+            return F.interpolate(square, (sides[1], sides[1]), mode='bicubic', align_corners=True).flatten(2)[0]
     return None
 
 
@@ -138,11 +168,16 @@ def _check_function(ours: State, backbone: nn.Module, name: str, warm_start: flo
                 "heads of the file, as arch=dict(base='tiny', num_heads=(1, 2, 5, 8), norm_heads=(4, 4, 5, 8)) for PVT "
                 'with LayerNorm, where norm_heads are those of DTN.'
             )
-    if name in ('timm-vit', 't2t', 'mmpretrain-t2t') and getattr(backbone, 'cls_from', None):
+    if name in ('timm-vit', 'mmpretrain-vit', 't2t', 'mmpretrain-t2t') and getattr(backbone, 'cls_from', None):
         raise ValueError(
             f'{name} files have the class token from the first block on, but the target takes it before block '
-            f'{backbone.cls_from}: with the same weights it would compute something else. It needs LayerNorm in all '
-            "blocks and cls_from=0, or out_type='featmap' without a class token."
+            f'{backbone.cls_from}: with the same weights it would compute something else. It needs cls_from=0, which '
+            "any norm_cfg can have, or out_type='featmap' without a class token."
+        )
+    if name in ('levit', 'timm-levit', 'mmpretrain-levit') and any('.norm' in key for key in backbone.state_dict()):
+        raise ValueError(
+            f'{name} files have no norm in front of attention and MLPs, where the target has one: with the same '
+            'weights it would compute something else. Build it with norm_cfg=None.'
         )
     layers = [m for m in backbone.modules() if isinstance(m, DTN)]
     for layer in layers:
@@ -167,7 +202,7 @@ def _fill(ours: State, target: State, report: Report, backbone: nn.Module, warm_
     """The backbone's parameters that the file has not: from the warm start, or zero, or left alone."""
     out = {}
     missing = [key for key in target if key not in ours]
-    without = [key for key in missing if key.rpartition('.')[2] in DTN_PARAMETERS]
+    without = [key for key in missing if key.rpartition('.')[2] in DTN_PARAMETERS and '.rpe.' not in key]
     if without and warm_start is None:
         raise ValueError(
             f'The target has DTN layers, of which the file has no {_some(without)}. A file with LayerNorm becomes a '
@@ -178,23 +213,17 @@ def _fill(ours: State, target: State, report: Report, backbone: nn.Module, warm_
         if key.endswith('position'):
             out[key], report.filled[key] = target[key].clone(), 'local start'
         else:
-            out[key], report.filled[key] = torch.full_like(target[key], _logit(warm_start)), f'lambda {warm_start}'
+            out[key], report.filled[key] = torch.full_like(target[key], mix_of(warm_start)), f'lambda {warm_start}'
     for key in (key for key in missing if key not in without):
         if re.search(r'\.attn\.(q|kv)\.bias$', key):  # the authors' ViT has none
             out[key], report.filled[key] = torch.zeros_like(target[key]), 'zero: the file has no such bias'
+        elif key.endswith('.attn.rpe.position'):
+            out[key], report.filled[key] = torch.zeros_like(target[key]), 'zero: the attention of the file has no rpe'
         elif re.fullmatch(ENDS, key):
             report.kept.append(key)
     if lost := [key for key in missing if key not in out and key not in report.kept]:
         raise ValueError(f'The file has no {_some(lost)}, which the target needs: cut short, or another architecture?')
     return out
-
-
-def _logit(probability: float) -> float:
-    """Inverse of the sigmoid; 1, and all that float32 takes for it, become 20, whose sigmoid float32 rounds to 1."""
-    if not 0 <= probability <= 1:
-        raise ValueError(f'warm_start={probability}: a lambda is a number from 0 to 1, as 0.999.')
-    inside = min(max(probability, 1e-9), 1 - 1e-9)
-    return min(max(math.log(inside / (1 - inside)), -20.0), 20.0)
 
 
 def _some(items: list[str]) -> str:

@@ -1,5 +1,6 @@
 """Checkpoints on disk: read without executing anything, written whole or not at all."""
 
+import argparse
 import io
 import os
 import tempfile
@@ -25,6 +26,7 @@ _scalar: Any = np.float64(0).__reduce__()[0]
 PLAIN_DATA: list = [np.ndarray, np.dtype, _array, _scalar]
 PLAIN_DATA += [type(np.dtype(kind)) for kind in np.typecodes['AllInteger'] + np.typecodes['AllFloat'] + '?SU']
 PLAIN_DATA += [(f, f'numpy.core.multiarray.{f.__name__}') for f in (_array, _scalar)]  # as numpy 1 called them
+PLAIN_DATA.append(argparse.Namespace)  # of the arguments, in timm's training files
 PLAIN_DATA += [
     (_Log, 'mmengine.logging.history_buffer.HistoryBuffer'),
     (lambda owner, name: name, 'builtins.getattr'),  # a HistoryBuffer's methods
@@ -34,11 +36,12 @@ PLAIN_DATA += [
 def read(source: str | Path) -> State:
     """The tensors by name of a checkpoint: a path, a URL, or whatever else mmengine's file backends know.
 
-    Takes what classifiers', detectors' and bare models' files hold under ``state_dict`` or ``model``, without the
-    ``module.`` that distributed training puts in front.
+    Takes what classifiers', detectors' and bare models' files hold under ``state_dict``, ``model`` or
+    ``model_state_dict``, without the ``module.`` that distributed training puts in front; of timm's training files the
+    moving average.
     """
     checkpoint = load(str(source))
-    for key in ('state_dict', 'model', 'module'):
+    for key in ('state_dict_ema', 'model_state_dict', 'state_dict', 'model', 'module'):
         if isinstance(checkpoint, dict) and isinstance(checkpoint.get(key), dict):
             checkpoint = checkpoint[key]
             break

@@ -7,10 +7,12 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from .dtn import from_dtn_pvt, from_dtn_vit
+from .dvt import from_dvt
+from .levit import from_levit, from_mmpretrain_levit, from_timm_levit
 from .pvt import from_mmdet_pvt, from_pvt, from_timm_pvt_v2
 from .swin import from_microsoft_swin, from_mmdet_swin, from_mmpretrain_swin, from_timm_swin
 from .t2t import from_mmpretrain_t2t, from_t2t
-from .vit import from_timm_vit
+from .vit import from_mmpretrain_vit, from_timm_vit
 
 State = dict[str, Tensor]
 Heads = Callable[[str, State], int | None]
@@ -23,6 +25,15 @@ def _pvt_heads(attention: str, state: State) -> int | None:
 
 def _vit_heads(attention: str, state: State) -> int | None:
     return state[f'{attention}.q.weight'].shape[0] // 64  # so it is in all ViT, DeiT and T2T-ViT
+
+
+def _dvt_heads(attention: str, state: State) -> int | None:
+    """By the channels of relationship reuse; without it those of the published models, 64 wide."""
+    relations = state.get('exits.1.relations.conv2.bias')
+    if relations is not None:
+        return len(relations) // len([key for key in state if re.match(r'exits\.0\.blocks\.\d+\.norm1\.weight', key)])
+    width = state[f'{attention}.proj.weight'].shape[0]
+    return width // 64 if width in (256, 384) else None
 
 
 def _dtn_heads(attention: str, state: State) -> int | None:
@@ -42,7 +53,7 @@ def _own_pvt_heads(attention: str, state: State) -> int | None:
 
 
 def _unsaid(attention: str, state: State) -> int | None:
-    """Swin's bias tables have the heads in their shape; ViT has them as its config says."""
+    """The bias tables of Swin and LeViT have the heads in their shape; ViT has them as its config says."""
     return None
 
 
@@ -67,6 +78,7 @@ def _any(pattern: str, keys: list[str]) -> bool:
 
 
 _SWIN = {r'.*\.(relative_position_index|attn_mask)$': 'computed from the window size'}
+_LEVIT = {r'.*\.attention_bias_idxs$': 'computed from the size of the image'}
 _T2T = {'pos_embed$': 'computed from the size of the image'}
 _DTN = {
     r'.*\.pos_proj\.bias$': 'the softmax over neighbours cancels it',
@@ -114,29 +126,42 @@ FORMATS = {
         _vit_heads,
         misses=(r'.*norm_weight$', 'dist_token'),
     ),
+    'mmpretrain-vit': Format(
+        'ViTDTN', (r'patch_embed\.projection', r'layers\.0\.ln1\.', 'cls_token'), from_mmpretrain_vit, _vit_heads
+    ),
     't2t': Format('T2TViTDTN', (r'tokens_to_token\.attention1\.', r'blocks\.0\.'), from_t2t, _vit_heads, dropped=_T2T),
     'mmpretrain-t2t': Format(
         'T2TViTDTN', (r'tokens_to_token\.attention1\.', r'encoder\.0\.'), from_mmpretrain_t2t, _vit_heads, dropped=_T2T
+    ),
+    'levit': Format('LeViTDTN', (r'patch_embed\.0\.c\.', r'blocks\.0\.m\.qkv\.'), from_levit, _unsaid, dropped=_LEVIT),
+    'timm-levit': Format(
+        'LeViTDTN', (r'stem\.conv1\.', r'stages\.0\.blocks\.0\.attn\.qkv\.'), from_timm_levit, _unsaid, dropped=_LEVIT
+    ),
+    'mmpretrain-levit': Format(
+        'LeViTDTN',
+        (r'patch_embed\.patch_embed\.0\.', r'stages\.0\.0\.block\.qkv\.'),
+        from_mmpretrain_levit,
+        _unsaid,
+        dropped=_LEVIT,
     ),
     'dtn-pvt': Format('PVTDTN', (r'patch_embed1\.', r'.*\.var_norm_weight$'), from_dtn_pvt, _dtn_heads, dropped=_DTN),
     'dtn-vit': Format(
         'ViTDTN', (r'patch_embed\.proj', r'.*\.var_norm_weight$'), from_dtn_vit, _dtn_heads, dropped=_DTN
     ),
+    'dvt': Format('DVT', (r'(less_less|less|normal)_token\.blocks\.0\.',), from_dvt, _dvt_heads),
     'mmdtn-pvt': Format('PVTDTN', (r'stages\.0\.patch_embed\.proj',), dict, _own_pvt_heads),
     'mmdtn-swin': Format('SwinDTN', (r'stages\.0\.blocks\.0\.attn\.relative_position_bias_table',), dict, _unsaid),
+    'mmdtn-levit': Format(
+        'LeViTDTN', (r'patch_embed\.conv1\.', r'stages\.0\.blocks\.0\.attn\.attention_biases$'), dict, _unsaid
+    ),
     'mmdtn-vit': Format('ViTDTN', (r'blocks\.0\.attn\.q\.',), dict, _unsaid, misses=(r'patch_embed\.attention1',)),
     'mmdtn-t2t': Format('T2TViTDTN', (r'patch_embed\.attention1\.', r'blocks\.0\.attn\.q\.'), dict, _unsaid),
+    'mmdtn-dvt': Format('DVT', (r'exits\.0\.blocks\.0\.',), dict, _unsaid),
 }
 # What users say, where it is not the name of one format: the candidates.
-GROUPS = {
-    'timm': ('timm-pvt', 'timm-swin', 'timm-vit'),
-    'dtn': ('dtn-pvt', 'dtn-vit'),
-    'mmdtn': ('mmdtn-pvt', 'mmdtn-swin', 'mmdtn-vit', 'mmdtn-t2t'),
-    'auto': tuple(FORMATS),
-}
-
-
-CHOICES = ('pvt', 'mmdet-pvt', 'swin', 'mmdet-swin', 'mmpretrain-swin', 't2t', 'mmpretrain-t2t', *GROUPS)
+GROUPS = {whose: tuple(name for name in FORMATS if name.startswith(f'{whose}-')) for whose in ('timm', 'dtn', 'mmdtn')}
+GROUPS['auto'] = tuple(FORMATS)
+CHOICES = (*(name for name in FORMATS if name.partition('-')[0] not in GROUPS), *GROUPS)
 
 
 def recognise(keys: Iterable[str], said: str) -> str:

@@ -1,5 +1,7 @@
 """State dicts of other people's ViT as ours; as functions of key and shape alone."""
 
+import re
+
 from torch import Tensor
 
 State = dict[str, Tensor]
@@ -24,3 +26,22 @@ def from_timm_vit(state: State) -> State:
         else:
             out[key.replace('patch_embed.proj', 'patch_embed')] = value
     return out
+
+
+def from_mmpretrain_vit(state: State) -> State:
+    """MMPretrain's ``VisionTransformer`` with a class token."""
+    out: State = {}
+    for key, value in state.items():
+        if not key.startswith(('cls_token', 'pos_embed', 'patch_embed.projection.', 'layers.', 'ln1.')):
+            raise ValueError(f"{key} is no key of MMPretrain's VisionTransformer.")
+        for theirs, timms in {
+            r'^ln1\.': 'norm.',
+            r'^patch_embed\.projection\.': 'patch_embed.proj.',
+            r'^layers\.': 'blocks.',
+            r'\.ln([12])\.': r'.norm\1.',
+            r'\.ffn\.layers\.0\.0\.': '.mlp.fc1.',
+            r'\.ffn\.layers\.1\.': '.mlp.fc2.',
+        }.items():
+            key = re.sub(theirs, timms, key)
+        out[key] = value
+    return from_timm_vit(out)

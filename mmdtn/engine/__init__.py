@@ -1,3 +1,4 @@
+from .adaptive_clip_hook import AdaptiveClipHook
 from .bfloat16_optim_wrapper import BFloat16OptimWrapper
 from .dtn_monitor_hook import DTNMonitorHook
 from .numbered_batch_sampler import NumberedBatchSampler
@@ -5,10 +6,12 @@ from .pending_gradients_hook import PendingGradientsHook
 from .progress_hook import ProgressHook
 from .resumable_loops import ResumableEpochLoop, ResumableIterLoop
 from .skip_broken_images_hook import SkipBrokenImagesHook
+from .start_from_weights_hook import StartFromWeightsHook
 from .stop_on_nonfinite_hook import StopOnNonFiniteHook
 from .whole_checkpoint_hook import WholeCheckpointHook
 
 __all__ = [
+    'AdaptiveClipHook',
     'BFloat16OptimWrapper',
     'DTNMonitorHook',
     'NumberedBatchSampler',
@@ -17,6 +20,7 @@ __all__ = [
     'ResumableEpochLoop',
     'ResumableIterLoop',
     'SkipBrokenImagesHook',
+    'StartFromWeightsHook',
     'StopOnNonFiniteHook',
     'WholeCheckpointHook',
 ]

@@ -27,6 +27,7 @@ def dry_run(cfg: Config, strict: bool = False) -> None:
         try:
             runner.train()
         except _Done as done:
+            runner.call_hook('after_run')
             runner.visualizer.close()
             if is_main_process():
                 print(done)

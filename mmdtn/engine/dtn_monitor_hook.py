@@ -63,6 +63,8 @@ class DTNMonitorHook(Hook):
         runner.visualizer.add_scalars(scalars, step=runner.iter + 1)
 
 
-def _grid(layer: DTN, x: Tensor, hw_shape: tuple[int, int] | None = None) -> tuple[int, int]:
+def _grid(
+    layer: DTN, x: Tensor, hw_shape: tuple[int, int] | None = None, num_prefix_tokens: int = 0
+) -> tuple[int, int]:
     height, width = x.shape[2:4] if isinstance(layer, DTN2d) else hw_shape or x.shape[1:3]
     return height, width

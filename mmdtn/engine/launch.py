@@ -16,6 +16,7 @@ from mmengine.utils import is_installed
 from mmengine.visualization import TensorboardVisBackend
 from torch.distributed import destroy_process_group
 
+from mmdtn.errors import read_config
 from mmdtn.registry import class_of
 
 from .distributed import run_on_cpu
@@ -34,7 +35,7 @@ def add_common_options(parser: argparse.ArgumentParser) -> None:
 
 def load_config(args: argparse.Namespace) -> Config:
     os.environ.setdefault('LOCAL_RANK', str(args.local_rank))
-    cfg = Config.fromfile(args.config)
+    cfg = read_config(args.config)
     cfg.launcher = args.launcher
     if args.cfg_options:
         cfg.merge_from_dict(args.cfg_options)

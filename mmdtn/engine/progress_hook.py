@@ -1,24 +1,18 @@
-"""A line with progress, remaining time, loss and learning rate at the foot of a terminal."""
+"""Progress, remaining time, loss and learning rate at the foot of a terminal."""
 
-import shutil
 import sys
-import time
-from datetime import timedelta
-from logging import LogRecord
 from typing import Any
 
 from mmengine.dist import is_main_process
 from mmengine.hooks import Hook
 from mmengine.registry import HOOKS
 from mmengine.runner import Runner
-
-SECONDS = 0.2  # between two drawings
-CLEAR = '\r\x1b[K'
+from tqdm import tqdm
 
 
 @HOOKS.register_module()
 class ProgressHook(Hook):
-    """Draws the line where a person looks at it; in files and pipes, only mmengine's plain log lines remain.
+    """tqdm's bars where a person looks at them; in files and pipes, only mmengine's plain log lines remain.
 
     (mmengine's ``LoggerHook`` writes its lines at intervals, and its ``ProgressBar`` knows no loss.)
     """
@@ -26,51 +20,47 @@ class ProgressHook(Hook):
     priority = 'LOWEST'  # when the others have said what is to be shown
 
     def before_run(self, runner: Runner) -> None:
-        self.shown = is_main_process() and sys.stdout.isatty()
-        self.drawn = 0.0
-        if self.shown:
-            for handler in runner.logger.handlers:
-                if getattr(handler, 'stream', None) is sys.stdout:
-                    handler.addFilter(_clear_line)
+        self.bars: list[tqdm] = []  # that of a validation after, and on the screen in place of, that of the training
+        for handler in runner.logger.handlers:
+            if getattr(handler, 'stream', None) is sys.stdout:
+                handler.addFilter(self._make_room)
+
+    def _make_room(self, record: Any) -> bool:
+        """A log line takes the place of the bars, which are drawn again below it."""
+        for bar in self.bars:
+            bar.clear()
+        return True
+
+    def _open(self, name: str, total: int, done: int = 0) -> None:
+        options = dict(leave=name == 'train', disable=not (is_main_process() and sys.stdout.isatty()))
+        self.bars.append(tqdm(desc=name, total=total, initial=done, position=0, file=sys.stdout, **options))
+
+    def before_train(self, runner: Runner) -> None:
+        self._open('train', runner.max_iters, runner.iter)
+
+    def before_val_epoch(self, runner: Runner) -> None:
+        self._open('val', len(runner.val_dataloader))
+
+    def before_test_epoch(self, runner: Runner) -> None:
+        self._open('test', len(runner.test_dataloader))
 
     def after_train_iter(self, runner: Runner, *args: Any, **kwargs: Any) -> None:
-        hub = runner.message_hub
-        parts = [f'epoch {runner.epoch + 1}/{runner.max_epochs}'] if runner.max_epochs > 1 else []
-        parts.append(_bar(runner.iter + 1, runner.max_iters))
-        if 'eta' in hub.runtime_info:
-            parts.append(f'eta {timedelta(seconds=int(hub.get_info("eta")))}')
-        for name, form in (('loss', '.4f'), ('lr', '.2e')):
-            if f'train/{name}' in hub.log_scalars:
-                parts.append(f'{name} {hub.get_scalar(f"train/{name}").current():{form}}')
-        self._draw(parts, last=runner.iter + 1 == runner.max_iters)
+        said = dict(epoch=f'{runner.epoch + 1}/{runner.max_epochs}')
+        for name in ('loss', 'lr'):
+            if f'train/{name}' in runner.message_hub.log_scalars:
+                said[name] = f'{runner.message_hub.get_scalar(f"train/{name}").current():.3g}'
+        self.bars[-1].set_postfix(said, refresh=False)
+        self.bars[-1].update()
 
-    def after_val_iter(self, runner: Runner, batch_idx: int, *args: Any, **kwargs: Any) -> None:
-        self._draw_evaluation('validation', batch_idx + 1, len(runner.val_dataloader))
+    def after_val_iter(self, *args: Any, **kwargs: Any) -> None:
+        self.bars[-1].update()
 
-    def after_test_iter(self, runner: Runner, batch_idx: int, *args: Any, **kwargs: Any) -> None:
-        self._draw_evaluation('test', batch_idx + 1, len(runner.test_dataloader))
+    def after_test_iter(self, *args: Any, **kwargs: Any) -> None:
+        self.bars[-1].update()
+
+    def after_val_epoch(self, *args: Any, **kwargs: Any) -> None:
+        self.bars.pop().close()
 
     def after_run(self, runner: Runner) -> None:
-        if self.shown:
-            sys.stdout.write(CLEAR)
-
-    def _draw_evaluation(self, name: str, done: int, total: int) -> None:
-        self._draw([name, _bar(done, total)], last=done == total)
-
-    def _draw(self, parts: list[str], last: bool) -> None:
-        if not self.shown or (time.monotonic() - self.drawn < SECONDS and not last):
-            return
-        self.drawn = time.monotonic()
-        sys.stdout.write(CLEAR + '  '.join(parts)[: shutil.get_terminal_size().columns - 1])
-        sys.stdout.flush()
-
-
-def _clear_line(record: LogRecord) -> bool:
-    """A log line takes the place of the progress line, which is drawn again below it."""
-    sys.stdout.write(CLEAR)
-    return True
-
-
-def _bar(done: int, total: int, width: int = 20) -> str:
-    full = width * done // total
-    return f'[{"#" * full}{"." * (width - full)}] {done}/{total}'
+        for bar in reversed(self.bars):
+            bar.close()

@@ -28,6 +28,7 @@ class ResumableEpochLoop(EpochBasedTrainLoop):
 
     def __init__(self, runner: Runner, dataloader: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(runner, _with_numbers(dataloader), *args, **kwargs)
+        _show_batch_size(self.dataloader)
 
     def run(self) -> torch.nn.Module:
         _restore_seeds(self.runner, self.dataloader)
@@ -72,6 +73,7 @@ class ResumableIterLoop(IterBasedTrainLoop):
 
     def __init__(self, runner: Runner, dataloader: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(runner, _with_numbers(dataloader, endless=True), *args, **kwargs)
+        _show_batch_size(self.dataloader)
         if isinstance(self.dataloader.batch_sampler, NumberedBatchSampler):
             self.dataloader_iterator = _Batches(self.dataloader)
 
@@ -108,6 +110,12 @@ def _with_numbers(loader: Any, endless: bool = False) -> Any:
     plain = dict(type=BatchSampler, drop_last=loader.pop('drop_last', False))
     batches = loader.get('batch_sampler') or plain
     return dict(loader, batch_sampler=dict(type=NumberedBatchSampler, batch_sampler=batches, endless=endless))
+
+
+def _show_batch_size(loader: DataLoader) -> None:
+    """PreciseBNHook of MMPretrain reads it. Beside a batch sampler torch leaves it None, and refuses to set it."""
+    if isinstance(loader.batch_sampler, NumberedBatchSampler):
+        vars(loader)['batch_size'] = loader.batch_sampler.batch_size
 
 
 def _restore_seeds(runner: Runner, loader: DataLoader) -> None:

@@ -3,6 +3,7 @@ from .base import BatchStatisticsNorm, TokenNorm
 from .batch import PRepBN, RepBN, TokenBN
 from .build import Place, build_norm, needs_grid, norm_class
 from .dtn import DTN, DTN2d
+from .feature import FeatureNorm
 from .image import TokenGN, TokenIN
 from .pointwise import Derf, DyT
 from .power import PowerNorm
@@ -18,6 +19,7 @@ __all__ = [
     'DTN2d',
     'Derf',
     'DyT',
+    'FeatureNorm',
     'MovingAverageNorm',
     'PRepBN',
     'Place',

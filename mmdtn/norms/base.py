@@ -57,10 +57,10 @@ def in_full_precision(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-def check_groups(norm: TokenNorm, num_groups: int) -> None:
+def check_groups(norm: TokenNorm, num_groups: int, name: str = 'num_groups') -> None:
     if not isinstance(num_groups, int) or num_groups < 1 or norm.num_features % num_groups:
         raise ValueError(
-            f'num_groups={num_groups!r} does not divide the num_features={norm.num_features} of '
+            f'{name}={num_groups!r} does not divide the num_features={norm.num_features} of '
             f'{type(norm).__name__}: choose one of their divisors.'
         )
 

@@ -5,6 +5,7 @@ from mmengine.registry import MODELS
 from torch import Tensor, nn
 
 from .base import BatchStatisticsNorm
+from .taper import TaperingNorm
 
 
 @MODELS.register_module()
@@ -55,7 +56,7 @@ class RepBN(TokenBN):
 
 
 @MODELS.register_module()
-class PRepBN(RepBN):
+class PRepBN(RepBN, TaperingNorm):
     """``rho LN(x) + (1 - rho) RepBN(x)``: rho falls from 1 to 0 over ``taper_iters`` training steps (SLAB).
 
     Evaluation takes rho as it is; the published code evaluates RepBN alone from the first step on.
@@ -65,31 +66,18 @@ class PRepBN(RepBN):
         torch.Size([2, 25, 42, 64])
     """
 
-    repeatable = False
-    count: Tensor
-
     def __init__(self, num_features: int, eps: float = 1e-5, momentum: float = 0.1, taper_iters: int = 300_000) -> None:
         super().__init__(num_features, eps, momentum)
         if not isinstance(taper_iters, int) or taper_iters < 1:
             raise ValueError(f'taper_iters={taper_iters!r}: give training steps, from 1 on, or choose RepBN.')
-        self.taper_iters = taper_iters
-        self.ln = nn.LayerNorm(num_features, eps=1e-6)
-        self.register_buffer('count', torch.zeros((), dtype=torch.int64))
+        self.prepare_taper(taper_iters)
 
     def normalise(self, x: Tensor) -> Tensor:
         rho = self.rho()
         if self.training:
             self.count = self.count + 1  # not in place: compiled code computes rho from it again in the backward pass
-        return torch.lerp(super().normalise(x), self.ln(x).to(x.dtype), rho.to(x.dtype))
-
-    def rho(self) -> Tensor:
-        """LayerNorm's share, a tensor."""
-        return (1 - self.count / self.taper_iters).clamp(min=0)
+        return self.taper(x, super().normalise(x), rho)
 
     def as_affine(self) -> tuple[Tensor, Tensor]:
-        if self.count < self.taper_iters:
-            raise RuntimeError(
-                f'PRepBN is affine from taper_iters={self.taper_iters} training steps on, but has made '
-                f'{int(self.count)}: LayerNorm still has a share in it.'
-            )
+        self.check_tapered()
         return super().as_affine()

@@ -6,13 +6,15 @@ takes from its place unless the ``norm_cfg`` says otherwise stands in its class 
 
 from typing import Any, NamedTuple
 
+import torch
 from mmengine.registry import MODELS
 from torch import nn
 
 from .batch import TokenBN
 from .image import TokenGN, TokenIN
 
-SIBLINGS = {'BN': TokenBN, 'IN': TokenIN, 'GN': TokenGN}  # MM registers channels-first classes under these short names
+# MM registers channels-first classes under the first three names. Identity is what fusing leaves of a norm.
+SIBLINGS: dict[str, type[nn.Module]] = {'BN': TokenBN, 'IN': TokenIN, 'GN': TokenGN, 'Identity': nn.Identity}
 CHANNELS_FIRST = (
     nn.modules.batchnorm._NormBase,  # every batch and instance norm; torch has no public name for them all
     nn.GroupNorm,
@@ -35,17 +37,42 @@ class Place(NamedTuple):
 ANYWHERE = Place()
 
 
-def build_norm(cfg: dict[str, Any], channels: int, place: Place = ANYWHERE) -> nn.Module:
-    """A normaliser of the last dimension of ``B x H x W x C``.
+def build_norm(cfg: dict[str, Any] | None, channels: int, place: Place = ANYWHERE) -> nn.Module:
+    """A normaliser of the last dimension of ``B x H x W x C``; of None, the identity.
 
     Example:
         >>> build_norm(dict(type='DTN'), 64, Place(num_heads=4, pool_size=2))
         DTN(64, num_heads=4, pool_size=2)
     """
+    if cfg is None:
+        return nn.Identity()
     norm = norm_class(cfg)
     from_place = ('eps',) if norm is nn.LayerNorm else getattr(norm, 'FROM_PLACE', ())
     options = {name: getattr(place, name) for name in from_place} | cfg
-    return norm(channels, **{name: value for name, value in options.items() if name != 'type'})
+    module = norm(channels, **{name: value for name, value in options.items() if name != 'type'})
+    if norm.__module__.partition('.')[0] not in ('torch', 'mmdtn') and not _takes_channels_last(module, channels):
+        raise _channels_first(cfg, norm)
+    return module
+
+
+def _takes_channels_last(norm: nn.Module, channels: int) -> bool:
+    """Tried on a row of three tokens. On a square map a norm of another dimension would pass, and normalise that."""
+    tokens, training = torch.zeros(1, 1, 3, channels), norm.training
+    try:
+        with torch.no_grad():
+            return norm.eval()(tokens).shape == tokens.shape
+    except Exception:  # of whatever kind other people's norms raise
+        return False
+    finally:
+        norm.train(training)
+
+
+def _channels_first(cfg: dict[str, Any], norm: type[nn.Module]) -> ValueError:
+    return ValueError(
+        f'norm_cfg has type={cfg["type"]!r}: {norm.__name__} takes B x C x H x W, but the tokens of this backbone '
+        f"have their channels last, B x H x W x C. Choose 'DTN', 'LN' or another norm of the last dimension; the "
+        "short names 'BN', 'IN' and 'GN' stand for such norms."
+    )
 
 
 def norm_class(cfg: dict[str, Any]) -> type[nn.Module]:
@@ -58,14 +85,10 @@ def norm_class(cfg: dict[str, Any]) -> type[nn.Module]:
         kind = found
     # A subclass with a forward of its own may take channels last.
     if issubclass(kind, CHANNELS_FIRST) and kind.forward.__module__.startswith('torch.'):
-        raise ValueError(
-            f'norm_cfg has type={cfg["type"]!r}: {kind.__name__} takes B x C x H x W, but the tokens of this backbone '
-            f"have their channels last, B x H x W x C. Choose 'DTN', 'LN' or another norm of the last dimension; the "
-            "short names 'BN', 'IN' and 'GN' stand for such norms."
-        )
+        raise _channels_first(cfg, kind)
     return kind
 
 
 def needs_grid(cfg: dict[str, Any]) -> bool:
-    """Whether the norm must know each token's place, which a class token does not have."""
+    """Whether the norm must know each token's place on the grid, which a class token does not have."""
     return getattr(norm_class(cfg), 'NEEDS_GRID', False)

@@ -11,10 +11,11 @@ from mmengine.registry import MODELS
 from timm.layers import trunc_normal_
 from torch import Tensor, nn
 
-from mmdtn.ops import Settings, dtn
+from mmdtn.ops import Settings, Tensors, dtn
 
 POSITIONS = ('learned', 'uniform', 'identity')
 POSITION_INITS = ('local', 'trunc_normal')
+MANY_PREFIX_TOKENS = 16  # no published model has as many; with more the grid is wrong, and a hint would mislead
 
 
 @MODELS.register_module()
@@ -48,14 +49,16 @@ class DTN(nn.Module):
         compiled: Does nothing; configs saved in older checkpoints have it.
 
     Shapes:
-        ``B x H x W x C``, or ``B x T x C`` with ``hw_shape=(H, W)``; the output has the shape of the input.
+        ``B x H x W x C``, or ``B x (p + H W) x C`` with ``hw_shape=(H, W)`` and ``num_prefix_tokens=p``; the output has
+        the shape of the input. The first p tokens, a class token for one, have no place on the grid: they stay out of
+        P, and are normalised as if both lambdas were 1, which with ``prenorm=False`` is LayerNorm.
 
     Example:
         >>> layer = DTN(64, num_heads=4, pool_size=2)
         >>> layer(torch.randn(2, 25, 42, 64)).shape
         torch.Size([2, 25, 42, 64])
-        >>> layer(torch.randn(2, 1050, 64), hw_shape=(25, 42)).shape
-        torch.Size([2, 1050, 64])
+        >>> layer(torch.randn(2, 1051, 64), hw_shape=(25, 42), num_prefix_tokens=1).shape
+        torch.Size([2, 1051, 64])
     """
 
     FROM_PLACE = ('num_heads', 'pool_size')
@@ -103,6 +106,7 @@ class DTN(nn.Module):
         )
         _check_arguments(num_features, **self.options)
         self.settings = Settings(pool_size, eps, prenorm, unbiased, pool_second_moment, position == 'identity')
+        self.prefix_settings = self.settings._replace(pool_size=1, identity=True)
 
         def parameter(wanted: bool, *shape: int) -> nn.Parameter | None:
             return nn.Parameter(torch.empty(shape)) if wanted else None
@@ -124,27 +128,27 @@ class DTN(nn.Module):
             if mix is not None:
                 nn.init.zeros_(mix)
         if self.position is not None:
-            trunc_normal_(self.position, std=0.02)
-            if self.position_init == 'local':
-                start = torch.tensor(local_start(self.num_heads))
-                self.position[: len(start)] = start.to(self.position)
+            start_position(self.position, self.position_init)
 
-    def forward(self, x: Tensor, hw_shape: tuple[int, int] | None = None) -> Tensor:
-        _check_input(x, hw_shape, self.num_features)
-        tokens = x if x.dim() == 4 else x.unflatten(1, hw_shape)
+    def forward(self, x: Tensor, hw_shape: tuple[int, int] | None = None, num_prefix_tokens: int = 0) -> Tensor:
+        _check_input(x, hw_shape, num_prefix_tokens, self.num_features)
         # Statistics cancel in half precision: parameters, and with them the statistics, are in float32 at least.
         like = x.new_empty(0, dtype=torch.promote_types(x.dtype, torch.float32))
         C, K = self.num_features, self.num_heads
-        y = dtn(
-            tokens,
+        t = Tensors(
+            x if x.dim() == 4 else x[:, num_prefix_tokens:].unflatten(1, hw_shape),
             like.new_ones(C) if self.weight is None else self.weight.to(like),
             like.new_zeros(C) if self.bias is None else self.bias.to(like),
             _lambda(self.mean_mix, self.mean_lambda, like, K),
             _lambda(self.var_mix, self.var_lambda, like, K),
             like.new_zeros(K, 3) if self.position is None else self.position.to(like),
-            self.settings,
         )
-        return y.view(x.shape)
+        y = dtn(t, self.settings)
+        if num_prefix_tokens == 0:
+            return y.view(x.shape)
+        one = like.new_ones(K)
+        prefix = Tensors(x[:, None, :num_prefix_tokens], t.weight, t.bias, one, one, like.new_zeros(K, 3))
+        return torch.cat((dtn(prefix, self.prefix_settings)[:, 0], y.flatten(1, 2)), 1)
 
     def extra_repr(self) -> str:
         default = {p.name: p.default for p in inspect.signature(DTN).parameters.values()}
@@ -174,6 +178,23 @@ def _lambda(mix: Tensor | None, fixed: float | None, like: Tensor, num_heads: in
         return mix.to(like).sigmoid()
     assert fixed is not None  # there is a mix where there is no fixed value
     return like.new_full((num_heads,), fixed)
+
+
+@torch.no_grad()
+def start_position(position: Tensor, init: str) -> None:
+    """The chosen start of the coefficients of ``dx^2 + dy^2``, ``dx`` and ``dy``, ``K x 3``."""
+    trunc_normal_(position, std=0.02)
+    if init == 'local':
+        start = torch.tensor(local_start(len(position)))
+        position[: len(start)] = start.to(position)
+
+
+def mix_of(share: float) -> float:
+    """What ``mean_mix`` and ``var_mix`` are for a lambda: 20 for 1, as float32 rounds the sigmoid of 20 to 1."""
+    if not 0 <= share <= 1:
+        raise ValueError(f'warm_start={share}: a lambda is a number from 0 to 1, as 0.999.')
+    inside = min(max(share, 1e-9), 1 - 1e-9)
+    return min(max(math.log(inside / (1 - inside)), -20.0), 20.0)
 
 
 def local_start(num_heads: int) -> list[list[float]]:
@@ -217,7 +238,7 @@ def _check_arguments(
             raise ValueError(f'{name}={value!r}: choose one of {choices}.')
 
 
-def _check_input(x: Tensor, hw_shape: tuple[int, int] | None, channels: int) -> None:
+def _check_input(x: Tensor, hw_shape: tuple[int, int] | None, num_prefix_tokens: int, channels: int) -> None:
     if not x.is_floating_point():
         raise ValueError(
             f'DTN normalises floating-point tokens, but got {x.dtype}. Convert them first, as in x.float().'
@@ -232,18 +253,25 @@ def _check_input(x: Tensor, hw_shape: tuple[int, int] | None, channels: int) -> 
     if x.dim() == 4:
         if hw_shape is not None and tuple(hw_shape) != tuple(x.shape[1:3]):
             raise ValueError(f'hw_shape={tuple(hw_shape)} contradicts the grid of {_shape(x)}; leave it out.')
+        if num_prefix_tokens:
+            raise ValueError(
+                f'num_prefix_tokens={num_prefix_tokens} is for flat tokens B x T x {channels} with hw_shape, but got '
+                f'the map {_shape(x)}, in which every token has its place.'
+            )
         return
     if hw_shape is None:
         raise ValueError(f'Flat tokens {_shape(x)} need their grid: layer(x, hw_shape=(height, width)).')
+    if num_prefix_tokens < 0:
+        raise ValueError(f'num_prefix_tokens={num_prefix_tokens!r}: give a whole number from 0 on.')
     height, width = hw_shape
-    if height * width != x.shape[1]:
-        hint = ''
-        if x.shape[1] == height * width + 1:
-            hint = (
-                ' One token more, a class token perhaps, has no place on the grid: append it after the last DTN layer.'
-            )
+    if num_prefix_tokens + height * width != x.shape[1]:
+        hint, more = '', x.shape[1] - height * width
+        if 0 < more <= MANY_PREFIX_TOKENS:
+            hint = f' With a class token or the like in front of the grid: num_prefix_tokens={more}.'
         raise ValueError(
-            f'hw_shape={tuple(hw_shape)} has {height * width} tokens, but got {x.shape[1]} in {_shape(x)}.{hint}'
+            f'hw_shape={tuple(hw_shape)} has {height * width} tokens'
+            f'{f", and there are {num_prefix_tokens} in front of them" if num_prefix_tokens else ""}, but got '
+            f'{x.shape[1]} in {_shape(x)}.{hint}'
         )
 
 

@@ -1,4 +1,4 @@
-from .dtn import dtn
-from .reference import Settings
+from .dtn import dtn, is_exporting
+from .interface import Settings, Tensors
 
-__all__ = ['Settings', 'dtn']
+__all__ = ['Settings', 'Tensors', 'dtn', 'is_exporting']

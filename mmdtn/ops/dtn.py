@@ -6,7 +6,7 @@ back ends are ``dtn_triton`` on GPUs and ``dtn_cpu`` on CPUs; what they do not t
 
 import functools
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
@@ -15,124 +15,101 @@ import torch
 from torch import Tensor
 
 from . import dtn_cpu, dtn_triton, reference
-from .reference import Settings
+from .interface import Kept, Settings, Tensors
 
 
-def dtn(
-    x: Tensor, weight: Tensor, bias: Tensor, mean_lambda: Tensor, var_lambda: Tensor, position: Tensor, s: Settings
-) -> Tensor:
-    """Normalises ``x``, B x H x W x C; gives the dtype that LayerNorm would give.
-
-    ``weight``, ``bias``: C; lambdas: K; ``position``: K x 3. They have the dtype to compute in: float32, or float64.
-    """
-    dtype = x.dtype
+def dtn(t: Tensors, s: Settings) -> Tensor:
+    """Normalises ``t.x``, B x H x W x C; gives the dtype that LayerNorm would give."""
+    x, dtype = t.x, t.x.dtype
     if x.device.type == 'cuda' and torch.is_autocast_enabled('cuda') and dtype in (torch.half, torch.bfloat16):
         dtype = torch.float32  # autocast runs LayerNorm in float32 on GPUs, but in the input's dtype on CPUs
-    tensors = x, weight, bias, mean_lambda, var_lambda, position
     if _wants_plain_torch(x):
         with _exact_products(x.device.type):
-            return reference.dtn(*tensors, s).to(dtype)
+            return reference.dtn(t, s).to(dtype)
     if not torch.compiler.is_compiling() and type(x) in (Tensor, torch.nn.Parameter):
         _back_end(x)  # which builds or checks it, here where grad mode tells whether all processes train
-    return _dtn(*tensors, dtype, *s)[0]
+    return _dtn(*t, dtype, *s)[0]
 
 
-@torch.library.custom_op('mmdtn::dtn', mutates_args=())
-def _dtn(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    mean_lambda: Tensor,
-    var_lambda: Tensor,
-    position: Tensor,
-    dtype: torch.dtype,
-    pool_size: int,
-    eps: float,
-    prenorm: bool,
-    unbiased: bool,
-    pool_second_moment: bool,
-    identity: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The output, and for the backward pass K + 2 numbers for each token, in the back end's own order, and B x C."""
-    s = Settings(pool_size, eps, prenorm, unbiased, pool_second_moment, identity)
-    tensors = x.contiguous(), weight, bias, mean_lambda, var_lambda, position
-    if (back_end := _back_end(x)) is not None:
-        return back_end.forward(*tensors, s, dtype)
-    with _exact_products(x.device.type):
-        y = reference.dtn(*tensors, s)
-    of_tokens, of_channels = _statistics(x, weight, mean_lambda)
-    return y.to(dtype), of_tokens.zero_(), of_channels.zero_()
+# torch's operators take no tuples with names: in their schemas the fields stand one after the other.
+TENSORS, SETTINGS = len(Tensors._fields), len(Settings._fields)
+_TENSORS = ', '.join(f'Tensor {name}' for name in Tensors._fields)
+_SETTINGS = ', '.join(f'{kind.__name__} {name}' for name, kind in Settings.__annotations__.items())
+
+
+@torch.library.custom_op(
+    'mmdtn::dtn', mutates_args=(), schema=f'({_TENSORS}, ScalarType dtype, {_SETTINGS}) -> (Tensor, Tensor, Tensor)'
+)
+def _dtn(*arguments: Any) -> tuple[Tensor, ...]:
+    """The output, and what is kept."""
+    t, dtype, s = _contiguous(arguments[:TENSORS]), arguments[TENSORS], Settings(*arguments[TENSORS + 1 :])
+    if (back_end := _back_end(t.x)) is not None:
+        y, kept = back_end.forward(t, s, dtype)
+        return y, *kept
+    with _exact_products(t.x.device.type):
+        y = reference.dtn(t, s)
+    return y.to(dtype), *(kept.zero_() for kept in _empty_kept(t))
 
 
 @_dtn.register_fake
-def _(x: Tensor, weight: Tensor, bias: Tensor, mean_lambda: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
-    dtype = rest[2]
-    return x.new_empty(x.shape, dtype=dtype), *_statistics(x, weight, mean_lambda)
+def _(*arguments: Any) -> tuple[Tensor, ...]:
+    t, dtype = Tensors(*arguments[:TENSORS]), arguments[TENSORS]
+    return t.x.new_empty(t.x.shape, dtype=dtype), *_empty_kept(t)
 
 
-def _statistics(x: Tensor, weight: Tensor, mean_lambda: Tensor) -> tuple[Tensor, Tensor]:
-    B, H, W, C = x.shape
-    return weight.new_empty(B * H * W * (len(mean_lambda) + 2)), weight.new_empty(B, C)
+def _empty_kept(t: Tensors) -> Kept:
+    B, H, W, C = t.x.shape
+    return Kept(t.weight.new_empty(B * H * W * (len(t.position) + 2)), t.weight.new_empty(B, C))
 
 
-@torch.library.custom_op('mmdtn::dtn_backward', mutates_args=())
-def _dtn_backward(
-    grad: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    mean_lambda: Tensor,
-    var_lambda: Tensor,
-    position: Tensor,
-    of_tokens: Tensor,
-    of_channels: Tensor,
-    pool_size: int,
-    eps: float,
-    prenorm: bool,
-    unbiased: bool,
-    pool_second_moment: bool,
-    identity: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+def _contiguous(tensors: Any) -> Tensors:
+    return Tensors(*(tensor.contiguous() for tensor in tensors))
+
+
+@torch.library.custom_op(
+    'mmdtn::dtn_backward',
+    mutates_args=(),
+    schema=f'(Tensor grad, {_TENSORS}, Tensor of_tokens, Tensor of_channels, {_SETTINGS}) '
+    f'-> ({", ".join(["Tensor"] * TENSORS)})',
+)
+def _dtn_backward(grad: Tensor, *arguments: Any) -> Tensors:
     """From the gradient of the output those of x and of the parameters."""
-    s = Settings(pool_size, eps, prenorm, unbiased, pool_second_moment, identity)
-    grad, tensors = grad.contiguous(), (x.contiguous(), weight, bias, mean_lambda, var_lambda, position)
-    if (back_end := _back_end(x)) is not None:
-        return back_end.backward(grad, *tensors, of_tokens, of_channels, s)
-    return _reference_gradients(grad, tensors, s)
+    t, kept, s = _contiguous(arguments[:TENSORS]), Kept(*arguments[TENSORS:-SETTINGS]), Settings(*arguments[-SETTINGS:])
+    if (back_end := _back_end(t.x)) is not None:
+        return back_end.backward(grad.contiguous(), t, kept, s)
+    return _reference_gradients(grad, t, s)
 
 
 @_dtn_backward.register_fake
-def _(grad: Tensor, *tensors: Any) -> tuple[Tensor, ...]:
-    x, *parameters = tensors[:6]
-    return x.new_empty(x.shape), *(torch.empty_like(p) for p in parameters)
+def _(grad: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
+    return tuple(tensor.new_empty(tensor.shape) for tensor in arguments[:TENSORS])
 
 
 def _save(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor, Tensor]) -> None:
-    *tensors, _ = inputs[:7]
-    ctx.settings = Settings(*inputs[7:])
-    ctx.save_for_backward(*tensors, *output[1:])
+    ctx.settings = Settings(*inputs[-SETTINGS:])
+    ctx.save_for_backward(*inputs[:TENSORS], *output[1:])
     ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)
 
 
 def _differentiate(ctx: Any, grad: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
-    no_others = (None,) * (1 + len(Settings._fields))
+    no_others = (None,) * (1 + SETTINGS)
     if grad is None:
-        return (None,) * 6 + no_others
-    *tensors, of_tokens, of_channels = ctx.saved_tensors
+        return *(None,) * TENSORS, *no_others
     if torch.is_grad_enabled():  # create_graph=True: the gradients will be differentiated
-        return *_reference_gradients(grad, tensors, ctx.settings), *no_others
-    return *_dtn_backward(grad, *tensors, of_tokens, of_channels, *ctx.settings), *no_others
+        t = Tensors(*ctx.saved_tensors[:TENSORS])
+        return *_reference_gradients(grad, t, ctx.settings), *no_others
+    return *_dtn_backward(grad, *ctx.saved_tensors, *ctx.settings), *no_others
 
 
 _dtn.register_autograd(_differentiate, setup_context=_save)
 
 
-def _reference_gradients(grad: Tensor, tensors: Sequence[Tensor], s: Settings) -> Any:
+def _reference_gradients(grad: Tensor, t: Tensors, s: Settings) -> Tensors:
     # torch.func differentiates inside an operator too, where autograd is off.
     with _exact_products(grad.device.type):
-        y, pull_back, *_ = torch.func.vjp(functools.partial(reference.dtn, s=s), *tensors)
-        return pull_back(grad.to(y.dtype))
+        y, pull_back, *_ = torch.func.vjp(functools.partial(reference.dtn, s=s), t)
+        return pull_back(grad.to(y.dtype))[0]
 
 
 def _back_end(x: Tensor) -> ModuleType | None:
@@ -145,10 +122,15 @@ def _back_end(x: Tensor) -> ModuleType | None:
     return None
 
 
+def is_exporting() -> bool:
+    """Whether torch.export is at work. torch's own function says so in torch.compile, too, at least until torch 2.9."""
+    return torch.compiler.is_compiling() and not torch.compiler.is_dynamo_compiling()
+
+
 def _wants_plain_torch(x: Tensor) -> bool:
     """Elsewhere nobody knows this package's operators, and torch.func cannot look into them."""
     if torch.compiler.is_compiling():
-        return torch.compiler.is_exporting()
+        return is_exporting()
     # No public function tells whether torch.func is at work; torch.library has none for its derivatives either.
     return torch.jit.is_tracing() or torch._C._functorch.is_functorch_wrapped_tensor(x)
 

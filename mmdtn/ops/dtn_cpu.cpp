@@ -301,33 +301,26 @@ struct Layer : Problem {
 template <bool whole>
 struct Chunk {
   const Layer& layer;
-  const int64_t image, head, channel;
-  const float *scale, *mean, *var;  // of the tokens
-  const float l, k;
+  const int64_t image, index;
+  const int64_t head = index / layer.chunks_of_head;
+  const int64_t channel = head * layer.c + index % layer.chunks_of_head * W;
+  const float* scale = layer.statistic(image, head);
+  const float *mean = layer.statistic(image, layer.heads), *var = layer.statistic(image, layer.heads + 1);
+  const float l = layer.mean_lambda[head], k = layer.var_lambda[head];
   const int channels = whole ? W : (head + 1) * layer.c - channel;
-
-  Chunk(const Layer& layer, int64_t image, int64_t index)
-      : layer(layer),
-        image(image),
-        head(index / layer.chunks_of_head),
-        channel(head * layer.c + index % layer.chunks_of_head * W),
-        scale(layer.statistic(image, head)),
-        mean(layer.statistic(image, layer.heads)),
-        var(layer.statistic(image, layer.heads + 1)),
-        l(layer.mean_lambda[head]),
-        k(layer.var_lambda[head]) {}
 
   int n() const { return whole ? W : channels; }
   int64_t at(int64_t t) const { return (image * layer.tokens + t) * layer.channels + channel; }
   Vec z(int64_t t) const { return scale[t] * load(layer.x + at(t), n()); }
   Vec of_channels(const float* values) const { return load(values + channel, n()); }
 
-  // Tokens (y, x) of the cells in row i of the grid: f(cell, y, x, end of x), row by row of tokens.
+  // Tokens of the cells in row i of the grid: f(cell, first token, end), row by row of tokens.
   template <class F>
   void for_cells(int i, F f) const {
     const int side = layer.side;
-    for (int y = i * side; y < std::min<int>((i + 1) * side, layer.height); y++)
-      for (int j = 0; j < layer.w; j++) f(i * layer.w + j, y, j * side, std::min<int>((j + 1) * side, layer.width));
+    for (int64_t y = i * side; y < std::min<int64_t>((i + 1) * side, layer.height); y++)
+      for (int64_t j = 0; j < layer.w; j++)
+        f(i * layer.w + j, y * layer.width + j * side, y * layer.width + std::min((j + 1) * side, layer.width));
   }
 
   float size_of_cell(int i, int j) const {
@@ -346,9 +339,9 @@ struct Chunk {
   void fill(Pair cells, Vec shift) const {
     std::fill_n(cells.a, layer.plane, 0.f), std::fill_n(cells.b, layer.plane, 0.f);
     for (int i = 0; i < layer.h; i++) {
-      for_cells(i, [&](int64_t cell, int64_t y, int x, int end) {
+      for_cells(i, [&](int64_t cell, int64_t begin, int64_t end) {
         Vec first = load(cells.a + cell * W), second = load(cells.b + cell * W);
-        for (int64_t t = y * layer.width + x; t < y * layer.width + end; t++) {
+        for (int64_t t = begin; t < end; t++) {
           Vec v = z(t) - shift;
           first += v, second += v * v;
         }
@@ -372,9 +365,9 @@ void Layer::for_chunks(int planes, F f) const {
     for (int64_t i = begin; i < end; i++) {
       const int64_t image = i / chunks, index = i % chunks * step % chunks, chunk = image * chunks + index;
       if (c - index % chunks_of_head * W >= W)
-        f(Chunk<true>(*this, image, index), chunk, memory);
+        f(Chunk<true>{*this, image, index}, chunk, memory);
       else
-        f(Chunk<false>(*this, image, index), chunk, memory);
+        f(Chunk<false>{*this, image, index}, chunk, memory);
     }
   });
 }
@@ -401,10 +394,10 @@ struct Forward : Layer {
     const float l = chunk.l, k = chunk.k, epsilon = eps;
     const Vec scale = chunk.of_channels(weight), offset = chunk.of_channels(bias);
     for (int i = 0; i < h; i++)
-      chunk.for_cells(i, [&](int64_t cell, int64_t y, int x, int end) {
+      chunk.for_cells(i, [&](int64_t cell, int64_t begin, int64_t end) {
         Vec M = load(cells.a + cell * W), V = max(load(cells.b + cell * W) - M * M, Vec{});
         Vec mean_share = (1 - l) * (M + shift), var_share = (1 - k) * V + epsilon;
-        for (int64_t t = y * width + x; t < y * width + end; t++) {
+        for (int64_t t = begin; t < end; t++) {
           Vec centred = chunk.z(t) - (l * chunk.mean[t] + mean_share);
           Vec r = rsqrt(k * chunk.var[t] + var_share);
           store(this->y + chunk.at(t), centred * r * scale + offset, chunk.n());
@@ -455,11 +448,11 @@ struct Backward : Layer {
     add_kernel_gradient(*rows, along_rows, mixed_rows, cells, &found.square, &found.horizontal);
     mix(*rows_transposed, along_rows, mixed_rows, mixed);
     for (int i = 0; i < h; i++)
-      chunk.for_cells(i, [&](int64_t cell, int64_t y, int x, int end) {
+      chunk.for_cells(i, [&](int64_t cell, int64_t begin, int64_t end) {
         const float size = chunk.size_of_cell(i, cell - i * w);
         Vec of_mean = load(mixed.a + cell * W) / size, of_square = 2 * load(mixed.b + cell * W) / size;
         if (!pool_second_moment) of_mean += of_square * load(cells.a + cell * W), of_square = Vec{};
-        for (int64_t t = y * width + x; t < y * width + end; t++) {
+        for (int64_t t = begin; t < end; t++) {
           float* d = grad_x + chunk.at(t);
           store(d, load(d, chunk.n()) + of_mean + of_square * (chunk.z(t) - shift), chunk.n());
         }
@@ -477,12 +470,12 @@ struct Backward : Layer {
     for (int i = 0; i < h; i++) {
       Vec of_weight{}, of_bias{}, of_l{}, of_k{};
       std::fill_n(row.a, 2 * w * W, 0.f);
-      chunk.for_cells(i, [&](int64_t cell, int64_t y, int x, int end) {
+      chunk.for_cells(i, [&](int64_t cell, int64_t begin, int64_t end) {
         const int64_t at = (cell - i * w) * W;
         Vec M = load(mixed.a + cell * W), V = max(load(mixed.b + cell * W) - M * M, Vec{});
         Vec mean_share = (1 - l) * (M + shift), var_share = (1 - k) * V + epsilon;
         Vec d_cell = load(row.a + at), e_cell = load(row.b + at);
-        for (int64_t t = y * width + x; t < y * width + end; t++) {
+        for (int64_t t = begin; t < end; t++) {
           Vec g = load(grad + chunk.at(t), chunk.n());
           Vec r = rsqrt(k * chunk.var[t] + var_share);
           Vec normalised = (chunk.z(t) - (l * chunk.mean[t] + mean_share)) * r;

@@ -16,7 +16,7 @@ import torch
 from mmengine.logging import print_log
 from torch import Tensor
 
-from .reference import Settings
+from .interface import Kept, Settings, Tensors
 
 DEVICE = 'cpu'
 SOURCE = Path(__file__).with_suffix('.cpp')
@@ -67,13 +67,6 @@ def build() -> Path:
     return library
 
 
-TENSORS = (
-    *('x', 'weight', 'bias', 'mean_lambda', 'var_lambda', 'position', 'of_tokens', 'of_channels', 'y', 'grad'),
-    *('grad_x', 'grad_weight', 'grad_bias', 'grad_mean_lambda', 'grad_var_lambda', 'grad_position'),
-    *('shares', 'scratch'),
-)
-
-
 class _Problem(ctypes.Structure):
     """``Problem`` of dtn_cpu.cpp: sizes, settings and tensors."""
 
@@ -81,61 +74,40 @@ class _Problem(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ('images', 'height', 'width', 'channels', 'heads', 'pool_size')),
         ('eps', ctypes.c_double),
         *((name, ctypes.c_int64) for name in ('prenorm', 'unbiased', 'pool_second_moment', 'identity')),
-        *((name, ctypes.c_void_p) for name in TENSORS),
+        *((name, ctypes.c_void_p) for name in (*Tensors._fields, *Kept._fields, 'y', 'grad')),
+        *((f'grad_{name}', ctypes.c_void_p) for name in Tensors._fields),
+        *((name, ctypes.c_void_p) for name in ('shares', 'scratch')),
     ]
 
 
-def forward(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    mean_lambda: Tensor,
-    var_lambda: Tensor,
-    position: Tensor,
-    s: Settings,
-    dtype: torch.dtype,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The output; for each image, planes of 1 / RMS of each head, mean, variance; and what was taken off, B x C."""
-    x = x.float()
-    (B, H, W, C), K = x.shape, len(position)
-    y, of_tokens, of_channels = torch.empty_like(x), x.new_empty(B * (K + 2) * H * W), x.new_empty(B, C)
-    inputs = x, weight, bias, mean_lambda, var_lambda, position
-    _call('forward', s, *inputs, of_tokens, of_channels, y=y, scratch=_scratch(x, s, planes=4))
-    return y.to(dtype), of_tokens, of_channels
+def forward(t: Tensors, s: Settings, dtype: torch.dtype) -> tuple[Tensor, Kept]:
+    """``Kept.of_tokens`` are planes of each image."""
+    t = t._replace(x=t.x.float())
+    B, H, W, C = t.x.shape
+    y, kept = torch.empty_like(t.x), Kept(t.x.new_empty(B * H * W * (len(t.position) + 2)), t.x.new_empty(B, C))
+    _call('forward', t, s, kept, y=y, scratch=_scratch(t, s, planes=4))
+    return y.to(dtype), kept
 
 
-def backward(
-    grad: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    mean_lambda: Tensor,
-    var_lambda: Tensor,
-    position: Tensor,
-    of_tokens: Tensor,
-    of_channels: Tensor,
-    s: Settings,
-) -> tuple[Tensor, ...]:
-    """Gradients of x and of the parameters."""
-    dtype, x, grad = x.dtype, x.float(), grad.float()
-    (B, H, W, C), K, lanes = x.shape, len(position), _library().dtn_lanes()
-    inputs = x, weight, bias, mean_lambda, var_lambda, position
-    grads = torch.empty_like(x), *(torch.zeros_like(t) for t in inputs[1:])
-    outputs = {f'grad_{name}': t for name, t in zip(TENSORS, grads, strict=False)}
-    shares, scratch = x.new_empty(B, K * -(-(C // K) // lanes), 2, H, W), _scratch(x, s, planes=8)
-    _call('backward', s, *inputs, of_tokens, of_channels, grad=grad, **outputs, shares=shares, scratch=scratch)
-    return grads[0].to(dtype), *grads[1:]
+def backward(grad: Tensor, t: Tensors, kept: Kept, s: Settings) -> Tensors:
+    """From the gradient of the output, and what ``forward`` kept, those of x and of the parameters."""
+    dtype, t, grad = t.x.dtype, t._replace(x=t.x.float()), grad.float()
+    (B, H, W, C), K = t.x.shape, len(t.position)
+    shares = t.x.new_empty(B, K * -(-(C // K) // _library().dtn_lanes()), 2, H, W)
+    grads = Tensors(torch.empty_like(t.x), *(torch.zeros_like(parameter) for parameter in t[1:]))
+    by_name = {f'grad_{name}': tensor for name, tensor in grads._asdict().items()}
+    _call('backward', t, s, kept, grad=grad, **by_name, shares=shares, scratch=_scratch(t, s, planes=8))
+    return grads._replace(x=grads.x.to(dtype))
 
 
-def _call(direction: str, s: Settings, *tensors: Tensor, **others: Tensor) -> None:
-    """The first of ``TENSORS`` in their order, others by name."""
-    B, H, W, C = tensors[0].shape
-    given = dict(zip(TENSORS, (t.contiguous() for t in tensors), strict=False)) | others
-    pointers = {name: t.data_ptr() for name, t in given.items()}
-    problem = _Problem(B, H, W, C, heads=len(given['position']), **s._asdict(), **pointers)
+def _call(direction: str, t: Tensors, s: Settings, kept: Kept, **others: Tensor) -> None:
+    B, H, W, C = t.x.shape
+    tensors = t._asdict() | kept._asdict() | others
+    pointers = {name: tensor.data_ptr() for name, tensor in tensors.items()}
+    problem = _Problem(B, H, W, C, heads=len(t.position), **s._asdict(), **pointers)
     getattr(_library(), f'dtn_{direction}')(ctypes.byref(problem))
 
 
-def _scratch(x: Tensor, s: Settings, planes: int) -> Tensor:
-    h, w = (-(-size // s.pool_size) for size in x.shape[1:3])
-    return x.new_empty(torch.get_num_threads(), planes, h, w, _library().dtn_lanes())
+def _scratch(t: Tensors, s: Settings, planes: int) -> Tensor:
+    h, w = (-(-size // s.pool_size) for size in t.x.shape[1:3])
+    return t.x.new_empty(torch.get_num_threads(), planes, h, w, _library().dtn_lanes())

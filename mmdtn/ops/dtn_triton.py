@@ -10,23 +10,26 @@ P_y along the columns of the grid and P_x along its rows::
                                                                          columns_backward, rows_backward,
                                                                          tokens_backward
 
-Statistics are float32, whatever the input is. What several programs add to is written by each and added by one torch
-sum: without atomics, results do not change from run to run. Programs beside each other read channels beside each other.
+Every kernel takes ``m``, the memory of a call; the size of images, for which it is not compiled again; and ``L``, for
+which it is. Statistics are float32, whatever the input is. What several programs add to is written by each and added by
+one torch sum: without atomics, results do not change from run to run. Programs beside each other read channels beside
+each other.
 """
 
 from __future__ import annotations  # where there is no Triton, there is no tl.constexpr either
 
 import warnings
+from collections import namedtuple
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from mmengine.dist import all_reduce, is_distributed
 from torch import Tensor
 
 from . import reference
-from .reference import Settings
+from .interface import Kept, Settings, Tensors
 
 try:
     import triton
@@ -40,706 +43,650 @@ except ImportError:  # Windows and macOS
 
 
 DEVICE = 'cuda'
-NAMES = [f'gradient of {name}' for name in ('x', 'weight', 'bias', 'mean_lambda', 'var_lambda', 'position')]
 SMALL = 16  # cells a side of the grids that one program takes whole
-# Kernels are not compiled again for images of another size.
-SIZES = ['H', 'W', 'h', 'w', 'tiles', 'tokens', 'tasks', 'programs']
+SIZES = ['H', 'W']
+
+# Values in kernels
+Pair = namedtuple('Pair', 'u v')  # of cells: what P averages, what it makes of them, or gradients of either
+Axis = namedtuple('Axis', 'P moments n stride')  # P_y or P_x of one head, of n x n cells
+Chunk = namedtuple('Chunk', 'head channel real shift mean_lambda var_lambda')  # some channels of one head of an image
+Normalised = namedtuple('Normalised', 'at mask value inverse mean var')  # tokens of a chunk; mean is less the shift
+
+
+class Layer(NamedTuple):
+    """What kernels are compiled for."""
+
+    C: int
+    K: int
+    c: int  # channels of a head
+    width: int  # a power of 2 from c on, for programs that take
+    tile: int  # so many tokens or cells, all channels
+    lanes: int  # For programs that take some channels of one head: how many,
+    blocks: int  # how many such blocks all heads have,
+    parts: int  # and a power of 2 from that on.
+    tf32x3: bool  # AMD has none
+    s: Settings
+
+
+class Memory(NamedTuple):
+    """What kernels of both directions read and write. Pairs are two maps of cells, B x h x w x C each."""
+
+    t: Tensors
+    kept: Kept
+    P: Tensor  # K x (h + w) x stride: of each head the rows of P_y, and those of P_x
+    moments: Tensor  # K x (h + w) x 3, for the slopes of P
+    cells: Pair  # means and variances of cells; unpooled the tokens
+    rows: Pair | None  # P_x of u and v; going back, gradients of these
+
+
+class Gradients(NamedTuple):
+    """What else the backward pass needs."""
+
+    of_y: Tensor
+    of_uv: Pair  # unpooled, and in the end, of z
+    of_tokens: Tensor  # B x H x W x blocks x 2: parts of the gradients of a token's mean and variance
+    parts: Tensors  # the gradient of x, and parts of those of the parameters
+    M_V: Pair | None  # M and V, pooled, for the second pass over tokens
+    column: Pair | None  # of more than 16 cells, for each program
+
+
+@jit()
+def _axis(m, head, axis, h, w):
+    row, stride = head.to(tl.int64) * (h + w) + axis * h, tl.cdiv(tl.maximum(h, w), 16) * 16
+    return Axis(m.P + row * stride, m.moments + row * 3, h + axis * (w - h), stride)
 
 
 @jit(do_not_specialize=SIZES)
-def _axes(
-    position, kernels, moments, h, w, stride_y, stride_x, K: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
-    IDENTITY: tl.constexpr,
-):  # fmt: skip
-    """P_y, K x h x stride_y, and behind it P_x, K x w x stride_x, both padded with zeros; ``moments`` for _slopes."""
-    k, axis = tl.program_id(1), tl.program_id(2)
-    n = tl.where(axis == 0, h, w)
-    stride = tl.where(axis == 0, stride_y, stride_x)
+def _axes(m, H, W, L, ROWS: tl.constexpr, KEYS: tl.constexpr):
+    """P_y and P_x, padded with zeros, and their moments."""
+    head, axis = tl.program_id(1), tl.program_id(2)
+    to = _axis(m, head, axis, tl.cdiv(H, L.s.pool_size), tl.cdiv(W, L.s.pool_size))
     query = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
     key = tl.arange(0, KEYS)[None]
     shift = (key - query).to(tl.float32)
-    quadratic, linear = tl.load(position + 3 * k), tl.load(position + 3 * k + 2 - axis)
-    if IDENTITY:
+    quadratic, linear = tl.load(m.t.position + 3 * head), tl.load(m.t.position + 3 * head + 2 - axis)
+    if L.s.identity:
         top = tl.zeros([ROWS, 1], tl.float32)
         P = tl.where(key == query, 1.0, 0.0)
     else:
         # Relative to the shift where a row is largest, nothing is lost where P is: neither in P nor in its slopes.
-        score = tl.where(key < n, shift * (quadratic * shift + linear), float('-inf'))
+        score = tl.where(key < to.n, shift * (quadratic * shift + linear), float('-inf'))
         top = tl.max(tl.where(score == tl.max(score, 1)[:, None], shift, float('-inf')), 1)[:, None]
         score = (shift - top) * (quadratic * (shift + top) + linear)
-        P = tl.exp(tl.where(key < n, score, float('-inf')))
+        P = tl.exp(tl.where(key < to.n, score, float('-inf')))
         P /= tl.sum(P, 1)[:, None]
-    row = tl.where(axis == 0, 0, K * h * stride_y) + (k * n + query) * stride
-    tl.store(kernels + row + key, P, mask=(query < n) & (key < stride))
-    at = moments + (tl.where(axis == 0, 0, K * h) + k * n + query) * 3
-    tl.store(at, top, mask=query < n)
-    tl.store(at + 1, tl.sum(P * (shift - top) * (shift + top), 1)[:, None], mask=query < n)
-    tl.store(at + 2, tl.sum(P * (shift - top), 1)[:, None], mask=query < n)
+    exists = query < to.n
+    tl.store(to.P + query * to.stride + key, P, mask=exists & (key < tl.cdiv(to.n, 16) * 16))
+    tl.store(to.moments + 3 * query, top, mask=exists)
+    tl.store(to.moments + 3 * query + 1, tl.sum(P * (shift - top) * (shift + top), 1)[:, None], mask=exists)
+    tl.store(to.moments + 3 * query + 2, tl.sum(P * (shift - top), 1)[:, None], mask=exists)
 
 
 @jit()
-def _load_kernel(kernel, k, query, key, n, stride):
-    at = (k * n + query[:, None]) * stride + key[None]
-    return tl.load(kernel + at, mask=(query < n)[:, None] & (key < stride)[None], other=0.0)
+def _load_P(axis, query, key):
+    mask = (query < axis.n)[:, None] & (key < tl.cdiv(axis.n, 16) * 16)[None]
+    return tl.load(axis.P + query[:, None] * axis.stride + key[None], mask=mask, other=0.0)
 
 
 @jit()
-def _slopes(P, moments, k, query, key, n):
-    """How P changes with a_1, and with the axis' own coefficient: dP/da = P (f - P f), f relative to the row's top."""
-    at = moments + (k * n + query) * 3
-    top = tl.load(at, mask=query < n, other=0.0)[:, None]
-    square = tl.load(at + 1, mask=query < n, other=0.0)[:, None]
-    linear = tl.load(at + 2, mask=query < n, other=0.0)[:, None]
+def _dot(a, b, L):
+    return tl.dot(a, b, input_precision='tf32x3' if L.tf32x3 else 'ieee')
+
+
+@jit()
+def _apply(P, pair, L):
+    return Pair(_dot(P, pair.u, L), _dot(P, pair.v, L))
+
+
+@jit()
+def _of_position(P, axis, query, key, pair, of, L):
+    """What gradients ``of`` the result mean for a_1 and for the axis' own coefficient a.
+
+    dP/da = P (f - P f) with f relative to the row's top. (P's own gradient, a product over channels, would spill
+    registers.)
+    """
+    at = axis.moments + 3 * query
+    top = tl.load(at, mask=query < axis.n, other=0.0)[:, None]
+    square = tl.load(at + 1, mask=query < axis.n, other=0.0)[:, None]
+    linear = tl.load(at + 2, mask=query < axis.n, other=0.0)[:, None]
     shift = (key[None] - query[:, None]).to(tl.float32)
-    return P * ((shift - top) * (shift + top) - square), P * (shift - top - linear)
+    by_square, by_linear = P * ((shift - top) * (shift + top) - square), P * (shift - top - linear)
+    of_square = tl.sum(_dot(by_square, pair.u, L) * of.u)
+    of_linear = tl.sum(_dot(by_linear, pair.u, L) * of.u)
+    of_square += tl.sum(_dot(by_square, pair.v, L) * of.v)
+    of_linear += tl.sum(_dot(by_linear, pair.v, L) * of.v)
+    return of_square, of_linear
 
 
 @jit()
-def _apply(P, u, v, PRECISION: tl.constexpr):
-    return tl.dot(P, u, input_precision=PRECISION), tl.dot(P, v, input_precision=PRECISION)
+def _load_pair(pair, at, mask):
+    return Pair(tl.load(pair.u + at, mask=mask, other=0.0), tl.load(pair.v + at, mask=mask, other=0.0))
 
 
 @jit()
-def _contract(by_square, by_linear, u, dM, PRECISION: tl.constexpr):
-    """What the slopes of P mean for the result. (P's own gradient, a product over channels, would spill registers.)"""
-    square = tl.sum(tl.dot(by_square, u, input_precision=PRECISION) * dM)
-    return square, tl.sum(tl.dot(by_linear, u, input_precision=PRECISION) * dM)
+def _store_pair(pair, at, mask, values):
+    tl.store(pair.u + at, values.u, mask=mask)
+    tl.store(pair.v + at, values.v, mask=mask)
 
 
 @jit()
-def _lanes(block, lane, C: tl.constexpr, K: tl.constexpr, LANES: tl.constexpr):
-    """Block ``block`` of LANES channels, none of which are of two heads: the head, the channels, and which exist."""
-    BLOCKS: tl.constexpr = (C // K + LANES - 1) // LANES
-    channel = block % BLOCKS * LANES + lane
-    return block // BLOCKS, block // BLOCKS * (C // K) + channel, channel < C // K
+def _zeros(rows: tl.constexpr, lanes: tl.constexpr):
+    return Pair(tl.zeros([rows, lanes], tl.float32), tl.zeros([rows, lanes], tl.float32))
 
 
 @jit()
-def _load_head(
-    x, token, k, there, eps, C: tl.constexpr, K: tl.constexpr, WIDTH: tl.constexpr, PRENORM: tl.constexpr
-):  # fmt: skip
+def _tile(program, n, size: tl.constexpr):
+    """The number of a line (or image) of n things, and those of them that a program takes."""
+    return (program // tl.cdiv(n, size)).to(tl.int64), program % tl.cdiv(n, size) * size + tl.arange(0, size)
+
+
+@jit()
+def _chunk(m, b, lane, L):
+    """This program's block of channels: none of which are of two heads."""
+    block = tl.program_id(0) % L.blocks
+    head, channel = block // (L.blocks // L.K), block % (L.blocks // L.K) * L.lanes + lane
+    real = channel < L.c
+    channel += head * L.c
+    shift = tl.load(m.kept.of_channels + b * L.C + channel, mask=real, other=0.0)
+    return Chunk(head, channel, real, shift, tl.load(m.t.mean_lambda + head), tl.load(m.t.var_lambda + head))
+
+
+@jit()
+def _token(b, y, x, offset, H, W, L):
+    """The token ``offset`` of the cell in row y and column x, and whether there is one."""
+    row = offset // L.s.pool_size
+    y, x = y * L.s.pool_size + row, (x - row) * L.s.pool_size + offset
+    return (b * H + y) * W + x, (y < H) & (x < W)
+
+
+@jit()
+def _load_head(m, token, there, head, L):
     """A head's slice of tokens: z, the scale x was multiplied by, and which of it exists."""
-    channel = tl.arange(0, WIDTH)[None]
-    mask = there[:, None] & (channel < C // K)
-    z = tl.load(x + token[:, None] * C + k * (C // K) + channel, mask=mask, other=0.0).to(tl.float32)
+    channel = tl.arange(0, L.width)[None]
+    mask = there[:, None] & (channel < L.c)
+    z = tl.load(m.t.x + token[:, None] * L.C + head * L.c + channel, mask=mask, other=0.0).to(tl.float32)
     scale = tl.zeros_like(token).to(tl.float32) + 1.0
-    if PRENORM:
-        scale = tl.rsqrt(tl.sum(z * z, 1) / (C // K) + eps)
+    if L.s.prenorm:
+        scale = tl.rsqrt(tl.sum(z * z, 1) / L.c + L.s.eps)
         z = tl.where(mask, z * scale[:, None], 0.0)
     return z, scale, mask
 
 
 @jit(do_not_specialize=SIZES)
-def _statistics(
-    x, of_tokens, shifts, cells, eps, size, tiles, H, W, h, w, C: tl.constexpr, K: tl.constexpr, S: tl.constexpr,
-    WIDTH: tl.constexpr, TILE: tl.constexpr, PRENORM: tl.constexpr, UNBIASED: tl.constexpr, SECOND: tl.constexpr,
-    FORWARD: tl.constexpr,
-):  # fmt: skip
-    """Scales, mean and variance of each token; mean and variance (``SECOND``) of z in each cell; parts of the shift."""
-    c: tl.constexpr = C // K
-    program = tl.program_id(0).to(tl.int64)
-    b = program // tiles
-    cell = (program % tiles).to(tl.int32) * TILE + tl.arange(0, TILE)
-    exists = cell < h * w
-    real = tl.arange(0, WIDTH) < c
-    shifts += program * C + tl.arange(0, WIDTH)
-    if FORWARD:
+def _statistics(m, shifts, H, W, L):
+    """Scales, mean and variance of each token; mean and variance of z in each cell; parts of the shift.
+
+    The backward pass has no ``shifts``, and asks for those of cells alone.
+    """
+    S: tl.constexpr = L.s.pool_size
+    h, w = tl.cdiv(H, S), tl.cdiv(W, S)
+    b, cell = _tile(tl.program_id(0), h * w, L.tile)
+    lane = tl.arange(0, L.width)
+    part = tl.program_id(0).to(tl.int64) * L.C + lane
+    if shifts is not None:
         for offset in range(S * S):
-            y, x_ = cell // w * S + offset // S, cell % w * S + offset % S
-            there = exists & (y < H) & (x_ < W)
-            token = (b * H + y) * W + x_
-            mean = tl.zeros([TILE], tl.float32)
-            squares = tl.zeros([TILE], tl.float32)
-            for k in range(K):  # adds each head to those before it as Chan does: exact far from 0 too
-                z, scale, mask = _load_head(x, token, k, there, eps, C, K, WIDTH, PRENORM)
-                head_mean = tl.sum(z, 1) / c
+            token, there = _token(b, cell // w, cell % w, offset, H, W, L)
+            of_token = m.kept.of_tokens + token * (L.K + 2)
+            mean = tl.zeros([L.tile], tl.float32)
+            squares = tl.zeros([L.tile], tl.float32)
+            for k in range(L.K):  # adds each head to those before it as Chan does: exact far from 0 too
+                z, scale, mask = _load_head(m, token, there, k, L)
+                head_mean = tl.sum(z, 1) / L.c
                 deviation = tl.where(mask, z - head_mean[:, None], 0.0)
                 change = head_mean - mean
                 mean += change / (k + 1)
-                squares += tl.sum(deviation * deviation, 1) + change * change * (c * k / (k + 1))
-                tl.store(of_tokens + token * (K + 2) + k, scale, mask=there)
+                squares += tl.sum(deviation * deviation, 1) + change * change * (L.c * k / (k + 1))
+                tl.store(of_token + k, scale, mask=there)
                 if S == 1:
-                    tl.store(shifts + k * c, tl.sum(z, 0) / (h * w), mask=real)
-            tl.store(of_tokens + token * (K + 2) + K, mean, mask=there)
-            tl.store(of_tokens + token * (K + 2) + K + 1, squares / (C - UNBIASED), mask=there)
+                    tl.store(shifts + part + k * L.c, tl.sum(z, 0) / (h * w), mask=lane < L.c)
+            tl.store(of_token + L.K, mean, mask=there)
+            tl.store(of_token + L.K + 1, squares / (L.C - L.s.unbiased), mask=there)
     if S > 1:
-        for k in range(K):
-            first = tl.zeros([TILE, WIDTH], tl.float32)
-            second = tl.zeros([TILE, WIDTH], tl.float32)
-            number = tl.zeros([TILE], tl.float32)
+        for k in range(L.K):
+            first, second = _zeros(L.tile, L.width)
+            number = tl.zeros([L.tile, 1], tl.float32)
             for offset in range(S * S):  # adds each token to those before it as Welford does
-                y, x_ = cell // w * S + offset // S, cell % w * S + offset % S
-                there = exists & (y < H) & (x_ < W)
-                z, scale, mask = _load_head(x, (b * H + y) * W + x_, k, there, eps, C, K, WIDTH, PRENORM)
-                number += tl.where(there, 1.0, 0.0)
+                token, there = _token(b, cell // w, cell % w, offset, H, W, L)
+                z, _, mask = _load_head(m, token, there, k, L)
+                number += tl.where(there, 1.0, 0.0)[:, None]
                 change = tl.where(mask, z - first, 0.0)
-                first += change / tl.maximum(number, 1.0)[:, None]
+                first += change / tl.maximum(number, 1.0)
                 second += change * tl.where(mask, z - first, 0.0)
-            at = cells + (b * h * w + cell[:, None]) * C + k * c + tl.arange(0, WIDTH)[None]
-            tl.store(at, first, mask=exists[:, None] & real[None])
-            if SECOND:
-                tl.store(at + size, second / tl.maximum(number, 1.0)[:, None], mask=exists[:, None] & real[None])
-            if FORWARD:
-                tl.store(shifts + k * c, tl.sum(first, 0) / (h * w), mask=real)
+            at = (b * h * w + cell[:, None]) * L.C + k * L.c + lane[None]
+            mask = (cell < h * w)[:, None] & (lane < L.c)[None]
+            tl.store(m.cells.u + at, first, mask=mask)
+            if L.s.pool_second_moment:
+                tl.store(m.cells.v + at, second / tl.maximum(number, 1.0), mask=mask)
+            if shifts is not None:
+                tl.store(shifts + part + k * L.c, tl.sum(first, 0) / (h * w), mask=lane < L.c)
 
 
 @jit()
-def _load_cells(
-    x, of_tokens, size, cell, k, channel, shift, mask, C: tl.constexpr, K: tl.constexpr, S: tl.constexpr,
-    SECOND: tl.constexpr,
-):  # fmt: skip
-    """u and v. Pooled, ``x`` has the cells' means and, with ``SECOND``, their variances ``size`` further on."""
-    z = tl.load(x + cell * C + channel, mask=mask, other=0.0).to(tl.float32)
-    if S == 1:
-        z *= tl.load(of_tokens + cell * (K + 2) + k, mask=mask, other=0.0)
-    u = tl.where(mask, z - shift, 0.0)
+def _load_cells(cells, of_tokens, cell, there, chunk, L):
+    """u and v."""
+    mask = there & chunk.real
+    z = tl.load(cells.u + cell * L.C + chunk.channel, mask=mask, other=0.0).to(tl.float32)
+    if L.s.pool_size == 1:
+        z *= tl.load(of_tokens + cell * (L.K + 2) + chunk.head, mask=mask, other=0.0)
+    u = tl.where(mask, z - chunk.shift, 0.0)
     v = u * u
-    if SECOND and S > 1:
-        v += tl.load(x + size + cell * C + channel, mask=mask, other=0.0)
-    return u, v
+    if L.s.pool_size > 1 and L.s.pool_second_moment:
+        v += tl.load(cells.v + cell * L.C + chunk.channel, mask=mask, other=0.0)
+    return Pair(u, v)
+
+
+@jit()
+def _normalise(x, of_tokens, token, there, M, V, chunk, L):
+    mask = there & chunk.real
+    at, of_token = token * L.C + chunk.channel, of_tokens + token * (L.K + 2)
+    mean = tl.load(of_token + L.K, mask=mask, other=0.0) - chunk.shift
+    var = tl.load(of_token + L.K + 1, mask=mask, other=1.0)
+    l, k = chunk.mean_lambda, chunk.var_lambda
+    inverse = tl.rsqrt(k * var + (1 - k) * tl.maximum(V, 0.0) + L.s.eps)
+    z = tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
+    u = z * tl.load(of_token + chunk.head, mask=mask, other=0.0) - chunk.shift
+    return Normalised(at, mask, (u - l * mean - (1 - l) * M) * inverse, inverse, mean, var)
+
+
+@jit()
+def _store_output(m, y, n, chunk):
+    weight = tl.load(m.t.weight + chunk.channel, mask=chunk.real)
+    bias = tl.load(m.t.bias + chunk.channel, mask=chunk.real)
+    tl.store(y + n.at, n.value * weight + bias, mask=n.mask)
+
+
+@jit()
+def _differentiate(grad, weight, n):
+    """Gradients of the output, of -mu and of the variance."""
+    of_y = tl.load(grad + n.at, mask=n.mask, other=0.0).to(tl.float32)
+    d = tl.where(n.mask, of_y * weight * n.inverse, 0.0)
+    return of_y, d, tl.where(n.mask, -0.5 * d * n.value * n.inverse, 0.0)
 
 
 @jit(do_not_specialize=SIZES)
-def _rows(
-    x, of_tokens, of_channels, kernel, maps, size, h, w, stride, C: tl.constexpr, K: tl.constexpr, S: tl.constexpr,
-    SECOND: tl.constexpr, LANES: tl.constexpr, BLOCKS: tl.constexpr, Q: tl.constexpr, N: tl.constexpr,
-    PRECISION: tl.constexpr,
-):  # fmt: skip
-    """P_x u and P_x v."""
-    k, channel, real = _lanes(tl.program_id(0) % BLOCKS, tl.arange(0, LANES)[None], C, K, LANES)
-    program = tl.program_id(0) // BLOCKS
-    row = (program // tl.cdiv(w, Q)).to(tl.int64)
-    query = program % tl.cdiv(w, Q) * Q + tl.arange(0, Q)
-    shift = tl.load(of_channels + row // h * C + channel, mask=real, other=0.0)
-    U = tl.zeros([Q, LANES], tl.float32)
-    V = tl.zeros([Q, LANES], tl.float32)
-    for start in range(0, w, N):
-        key = start + tl.arange(0, N)
-        mask = (key < w)[:, None] & real
-        u, v = _load_cells(x, of_tokens, size, row * w + key[:, None], k, channel, shift, mask, C, K, S, SECOND)
-        part_U, part_V = _apply(_load_kernel(kernel, k, query, key, w, stride), u, v, PRECISION)
-        U += part_U
-        V += part_V
-    at = maps + (row * w + query[:, None]) * C + channel
-    tl.store(at, U, mask=(query < w)[:, None] & real)
-    tl.store(at + size, V, mask=(query < w)[:, None] & real)
+def _rows(m, H, W, L):
+    """P_x u and P_x v, for 32 cells of a row."""
+    h, w = tl.cdiv(H, L.s.pool_size), tl.cdiv(W, L.s.pool_size)
+    row, query = _tile(tl.program_id(0) // L.blocks, w, 32)
+    chunk = _chunk(m, row // h, tl.arange(0, L.lanes)[None], L)
+    P_x = _axis(m, chunk.head, 1, h, w)
+    U, V = _zeros(32, L.lanes)
+    for start in range(0, w, 16):
+        key = start + tl.arange(0, 16)
+        uv = _load_cells(m.cells, m.kept.of_tokens, row * w + key[:, None], (key < w)[:, None], chunk, L)
+        part = _apply(_load_P(P_x, query, key), uv, L)
+        U += part.u
+        V += part.v
+    at = (row * w + query[:, None]) * L.C + chunk.channel
+    _store_pair(m.rows, at, (query < w)[:, None] & chunk.real, Pair(U, V))
 
 
 @jit()
-def _column_moments(
-    maps, size, first, w, kernel, k, query, n, stride, channel, real, C: tl.constexpr, LANES: tl.constexpr,
-    Q: tl.constexpr, N: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+def _moments(rows, P_y, first, w, query, chunk, L):
     """M and V of some cells of the column that begins at cell ``first``, from what ``_rows`` wrote."""
-    M = tl.zeros([Q, LANES], tl.float32)
-    V = tl.zeros([Q, LANES], tl.float32)
-    for start in range(0, n, N):
-        key = start + tl.arange(0, N)
-        at = maps + (first + key[:, None] * w) * C + channel
-        mask = (key < n)[:, None] & real
-        U, U2 = tl.load(at, mask=mask, other=0.0), tl.load(at + size, mask=mask, other=0.0)
-        part_M, part_V = _apply(_load_kernel(kernel, k, query, key, n, stride), U, U2, PRECISION)
-        M += part_M
-        V += part_V
+    M, V = _zeros(query.shape[0], L.lanes)
+    for start in range(0, P_y.n, 16):
+        key = start + tl.arange(0, 16)
+        at = (first + key[:, None] * w) * L.C + chunk.channel
+        part = _apply(_load_P(P_y, query, key), _load_pair(rows, at, (key < P_y.n)[:, None] & chunk.real), L)
+        M += part.u
+        V += part.v
     return M, V - M * M
 
 
-@jit()
-def _normalise(
-    x, of_tokens, token, k, channel, shift, mask, M, V, mean_lambda, var_lambda, eps, C: tl.constexpr, K: tl.constexpr
-):  # fmt: skip
-    """A token normalised, the inverse of its deviation, its own mean (less the shift, like M) and its own variance."""
-    of_token = of_tokens + token * (K + 2)
-    l, m = tl.load(mean_lambda + k), tl.load(var_lambda + k)
-    mean = tl.load(of_token + K, mask=mask, other=0.0) - shift
-    var = tl.load(of_token + K + 1, mask=mask, other=1.0)
-    inverse = tl.rsqrt(m * var + (1 - m) * tl.maximum(V, 0.0) + eps)
-    z = tl.load(x + token * C + channel, mask=mask, other=0.0).to(tl.float32)
-    u = z * tl.load(of_token + k, mask=mask, other=0.0) - shift
-    return (u - l * mean - (1 - l) * M) * inverse, inverse, mean, var
+@jit(do_not_specialize=SIZES)
+def _columns(m, y, H, W, L):
+    """P_y of what ``_rows`` wrote, for 32 cells of a column, and their tokens normalised."""
+    h, w = tl.cdiv(H, L.s.pool_size), tl.cdiv(W, L.s.pool_size)
+    column, query = _tile(tl.program_id(0) // L.blocks, h, 32)
+    b, x = column // w, column % w
+    chunk = _chunk(m, b, tl.arange(0, L.lanes)[None], L)
+    M, V = _moments(m.rows, _axis(m, chunk.head, 0, h, w), b * h * w + x, w, query, chunk, L)
+    for offset in range(L.s.pool_size * L.s.pool_size):
+        token, there = _token(b, query[:, None], x, offset, H, W, L)
+        _store_output(m, y, _normalise(m.t.x, m.kept.of_tokens, token, there, M, V, chunk, L), chunk)
 
 
 @jit(do_not_specialize=SIZES)
-def _columns(
-    x, of_tokens, of_channels, kernel, maps, weight, bias, mean_lambda, var_lambda, output, eps, size, H, W, h, w,
-    stride, C: tl.constexpr, K: tl.constexpr, S: tl.constexpr, LANES: tl.constexpr, BLOCKS: tl.constexpr,
-    Q: tl.constexpr, N: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """P_y of what ``_rows`` wrote, and the tokens of those cells normalised."""
-    k, channel, real = _lanes(tl.program_id(0) % BLOCKS, tl.arange(0, LANES)[None], C, K, LANES)
-    program = tl.program_id(0) // BLOCKS
-    column = (program // tl.cdiv(h, Q)).to(tl.int64)
-    query = program % tl.cdiv(h, Q) * Q + tl.arange(0, Q)
-    b, column = column // w, column % w
-    first = b * h * w + column
-    M, V = _column_moments(maps, size, first, w, kernel, k, query, h, stride, channel, real, C, LANES, Q, N, PRECISION)
-    shift = tl.load(of_channels + b * C + channel, mask=real, other=0.0)
-    a, to = tl.load(weight + channel, mask=real), tl.load(bias + channel, mask=real)
-    for offset in range(S * S):
-        y, x_ = query[:, None] * S + offset // S, column * S + offset % S
-        token = (b * H + y) * W + x_
-        mask = (y < H) & (x_ < W) & real
-        t, _inverse, _mean, _var = _normalise(
-            x, of_tokens, token, k, channel, shift, mask, M, V, mean_lambda, var_lambda, eps, C, K
-        )
-        tl.store(output + token * C + channel, t * a + to, mask=mask)
-
-
-@jit()
-def _swap(tile, LANES: tl.constexpr):
-    """y x (x, lanes) to x x (y, lanes), and back."""
-    return tl.permute(tile.reshape(16, 16, LANES), (1, 0, 2)).reshape(16, 16 * LANES)
-
-
-@jit()
-def _grid_rows(
-    x, of_tokens, P_x, h, w, along, k, channel, shift, real, C: tl.constexpr, K: tl.constexpr,
-    PRECISION: tl.constexpr,
-):  # fmt: skip
-    """u, P_x u and P_x v of an image, x x (y, lanes)."""
-    at_x = tl.arange(0, 16)[:, None]
-    mask = (along < h) & (at_x < w) & real
-    u, v = _load_cells(x, of_tokens, 0, along * w + at_x, k, channel, shift, mask, C, K, 1, False)
-    U, V = _apply(P_x, u, v, PRECISION)
-    return u, U, V
-
-
-@jit(do_not_specialize=SIZES)
-def _grid(
-    x, of_tokens, of_channels, kernel_y, kernel_x, weight, bias, mean_lambda, var_lambda, output, eps, h, w, stride_y,
-    stride_x, C: tl.constexpr, K: tl.constexpr, LANES: tl.constexpr, BLOCKS: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """P along both axes, and the tokens normalised: some channels of one head of an image of up to 16 x 16 cells."""
-    b = (tl.program_id(0) // BLOCKS).to(tl.int64)
-    lane = tl.arange(0, 16 * LANES)[None]  # a channel of one of 16 cells in a row, or in a column
-    along = lane // LANES
-    k, channel, real = _lanes(tl.program_id(0) % BLOCKS, lane % LANES, C, K, LANES)
-    shift = tl.load(of_channels + b * C + channel, mask=real, other=0.0)
-    x, output, of_tokens = x + b * h * w * C, output + b * h * w * C, of_tokens + b * h * w * (K + 2)
-    side = tl.arange(0, 16)
-    P_x = _load_kernel(kernel_x, k, side, side, w, stride_x)
-    P_y = _load_kernel(kernel_y, k, side, side, h, stride_y)
-    _u, U, V = _grid_rows(x, of_tokens, P_x, h, w, along, k, channel, shift, real, C, K, PRECISION)
-    M, V = _apply(P_y, _swap(U, LANES), _swap(V, LANES), PRECISION)
-    V -= M * M
-    y = side[:, None]
-    token = y * w + along
-    mask = (y < h) & (along < w) & real
-    t, _inverse, _mean, _var = _normalise(
-        x, of_tokens, token, k, channel, shift, mask, M, V, mean_lambda, var_lambda, eps, C, K
-    )
-    t = t * tl.load(weight + channel, mask=real) + tl.load(bias + channel, mask=real)
-    tl.store(output + token * C + channel, t, mask=mask)
-
-
-@jit()
-def _differentiate(grad, at, weight, t, inverse, mean, var, M, V, mask):
-    """Gradients of the output, of -mu, of the variance; and what weight and lambdas get, before it is added up."""
-    gradient = tl.load(grad + at, mask=mask, other=0.0).to(tl.float32)
-    g = tl.where(mask, gradient * weight * inverse, 0.0)
-    e = tl.where(mask, -0.5 * g * t * inverse, 0.0)
-    return gradient, g, e, tl.where(mask, gradient * t, 0.0), g * (M - mean), e * (var - tl.maximum(V, 0.0))
-
-
-@jit(do_not_specialize=SIZES)
-def _grid_backward(
-    grad, x, of_tokens, of_channels, kernel_y, kernel_x, moments_y, moments_x, weight, mean_lambda, var_lambda, direct,
-    to_tokens, by_channel, by_head, slopes, eps, h, w, stride_y, stride_x, C: tl.constexpr, K: tl.constexpr,
-    LANES: tl.constexpr, BLOCKS: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """The gradient of z but for the token's own statistics, what those need, and parts of the parameters' gradients."""
-    block = tl.program_id(0) % BLOCKS
-    b = (tl.program_id(0) // BLOCKS).to(tl.int64)
-    lane = tl.arange(0, 16 * LANES)[None]
-    along = lane // LANES
-    k, channel, real = _lanes(block, lane % LANES, C, K, LANES)
-    shift = tl.load(of_channels + b * C + channel, mask=real, other=0.0)
-    x, grad, direct = x + b * h * w * C, grad + b * h * w * C, direct + b * h * w * C
-    of_tokens, to_tokens = of_tokens + b * h * w * (K + 2), to_tokens + b * h * w * BLOCKS * 2
-    side = tl.arange(0, 16)
-    P_x = _load_kernel(kernel_x, k, side, side, w, stride_x)
-    P_y = _load_kernel(kernel_y, k, side, side, h, stride_y)
-    u, U, V = _grid_rows(x, of_tokens, P_x, h, w, along, k, channel, shift, real, C, K, PRECISION)
-    M, V = _apply(P_y, _swap(U, LANES), _swap(V, LANES), PRECISION)
-    V -= M * M
-    y = side[:, None]
-    token = y * w + along
-    mask = (y < h) & (along < w) & real
-    t, inverse, mean, var = _normalise(
-        x, of_tokens, token, k, channel, shift, mask, M, V, mean_lambda, var_lambda, eps, C, K
-    )
-    a = tl.load(weight + channel, mask=real, other=0.0)
-    gradient, g, e, to_weight, to_l, to_m = _differentiate(
-        grad, token * C + channel, a, t, inverse, mean, var, M, V, mask
-    )
-    tl.store(by_head + b * 2 * BLOCKS + block, tl.sum(to_l))
-    tl.store(by_head + (b * 2 + 1) * BLOCKS + block, tl.sum(to_m))
-    _, own, exists = _lanes(block, tl.arange(0, LANES), C, K, LANES)
-    tl.store(by_channel + b * 2 * C + own, tl.sum(tl.sum(to_weight, 0).reshape(16, LANES), 0), mask=exists)
-    tl.store(by_channel + (b * 2 + 1) * C + own, tl.sum(tl.sum(gradient, 0).reshape(16, LANES), 0), mask=exists)
-    l, m = tl.load(mean_lambda + k), tl.load(var_lambda + k)
-    at = to_tokens + ((y * w + side[None]) * BLOCKS + block) * 2
-    tl.store(at, l * tl.sum(g.reshape(16, 16, LANES), 2), mask=(y < h) & (side < w)[None])
-    tl.store(at + 1, m * tl.sum(e.reshape(16, 16, LANES), 2), mask=(y < h) & (side < w)[None])
-    dV = (1 - m) * e
-    dM = -(1 - l) * g - 2 * M * dV
-    # Loaded again, here and below: kept, they would spill registers.
-    P_x = _load_kernel(kernel_x, k, side, side, w, stride_x)
-    u, U, V = _grid_rows(x, of_tokens, P_x, h, w, along, k, channel, shift, real, C, K, PRECISION)
-    P_y = _load_kernel(kernel_y, k, side, side, h, stride_y)
-    by_square, by_linear = _slopes(P_y, moments_y, k, side, side, h)
-    square, linear = _contract(by_square, by_linear, _swap(U, LANES), dM, PRECISION)
-    more_square, more_linear = _contract(by_square, by_linear, _swap(V, LANES), dV, PRECISION)
-    slopes += (b * BLOCKS + block) * 3
-    tl.store(slopes + 2, linear + more_linear)
-    square += more_square
-    dM, dV = _apply(tl.trans(P_y), dM, dV, PRECISION)
-    dM, dV = _swap(dM, LANES), _swap(dV, LANES)
-    P_x = _load_kernel(kernel_x, k, side, side, w, stride_x)
-    u, U, V = _grid_rows(x, of_tokens, P_x, h, w, along, k, channel, shift, real, C, K, PRECISION)
-    by_square, by_linear = _slopes(P_x, moments_x, k, side, side, w)
-    more_square, linear = _contract(by_square, by_linear, u, dM, PRECISION)
-    square += more_square
-    more_square, more_linear = _contract(by_square, by_linear, u * u, dV, PRECISION)
-    tl.store(slopes, square + more_square)
-    tl.store(slopes + 1, linear + more_linear)
-    dM, dV = _apply(tl.trans(P_x), dM, dV, PRECISION)
-    at = (along * w + y) * C + channel  # here rows are x, and lanes are y
-    tl.store(direct + at, _swap(g, LANES) + dM + 2 * u * dV, mask=(along < h) & (y < w) & real)
-
-
-@jit(do_not_specialize=SIZES)
-def _columns_backward(
-    grad, x, of_tokens, of_channels, kernel, moments, maps, weight, mean_lambda, var_lambda, kept, to_tokens,
-    by_channel, by_head, slopes, scratch, eps, size, H, W, h, w, stride, tasks, programs, C: tl.constexpr,
-    K: tl.constexpr, S: tl.constexpr, LANES: tl.constexpr, BLOCKS: tl.constexpr, Q: tl.constexpr, N: tl.constexpr,
-    PRECISION: tl.constexpr,
-):  # fmt: skip
+def _columns_backward(m, g, H, W, L):
     """Replaces what ``_rows`` wrote by P_y^T of the gradients of M and V; parts of the parameters' gradients.
 
-    ``kept`` gets, unpooled, the gradient of -mu, and otherwise M and V. A program owns one column of cells after the
-    other, and adds up those of more than Q cells in its own part of ``scratch``.
+    Keeps M and V, or unpooled the gradient of -mu, a part of that of z. A program takes one column after the other, and
+    adds up those of more than 16 cells in memory of its own.
     """
-    program = tl.program_id(0).to(tl.int64)
-    for task in range(program, tasks, programs):
-        block, column = task % BLOCKS, task // BLOCKS
-        b, at_x = column // w, column % w
-        first = b * h * w + at_x
-        lane = tl.arange(0, LANES)[None]
-        k, channel, real = _lanes(block, lane, C, K, LANES)
-        shift = tl.load(of_channels + b * C + channel, mask=real, other=0.0)
-        a = tl.load(weight + channel, mask=real, other=0.0)
-        l, m = tl.load(mean_lambda + k), tl.load(var_lambda + k)
-        to_weight = tl.zeros([1, LANES], tl.float32)
-        to_bias = tl.zeros([1, LANES], tl.float32)
-        to_l, to_m, square, linear = 0.0, 0.0, 0.0, 0.0
-        for begin in range(0, h, Q):
-            query = begin + tl.arange(0, Q)
-            M, V = _column_moments(
-                maps, size, first, w, kernel, k, query, h, stride, channel, real, C, LANES, Q, N, PRECISION
-            )
-            dM = tl.zeros([Q, LANES], tl.float32)
-            dV = tl.zeros([Q, LANES], tl.float32)
-            for offset in range(S * S):
-                y, x_ = query[:, None] * S + offset // S, at_x * S + offset % S
-                token = (b * H + y) * W + x_
-                there = (y < H) & (x_ < W)
-                mask = there & real
-                t, inverse, mean, var = _normalise(
-                    x, of_tokens, token, k, channel, shift, mask, M, V, mean_lambda, var_lambda, eps, C, K
-                )
-                gradient, g, e, for_weight, for_l, for_m = _differentiate(
-                    grad, token * C + channel, a, t, inverse, mean, var, M, V, mask
-                )
-                to_weight += tl.sum(for_weight, 0)[None]
-                to_bias += tl.sum(gradient, 0)[None]
-                to_l += tl.sum(for_l)
-                to_m += tl.sum(for_m)
-                dM -= (1 - l) * g
-                dV += (1 - m) * e
-                side = to_tokens + (token * BLOCKS + block) * 2
-                tl.store(side, l * tl.sum(g, 1)[:, None], mask=there)
-                tl.store(side + 1, m * tl.sum(e, 1)[:, None], mask=there)
-                if S == 1:
-                    tl.store(kept + token * C + channel, g, mask=mask)
-            if S > 1:
-                of_cell = kept + (first + query[:, None] * w) * C + channel
-                tl.store(of_cell, M, mask=(query < h)[:, None] & real)
-                tl.store(of_cell + size, V, mask=(query < h)[:, None] & real)
-            dM -= 2 * M * dV
-            for start in range(0, h, N):
-                key = start + tl.arange(0, N)
-                inside = (key < h)[:, None] & real
-                pair = maps + (first + key[:, None] * w) * C + channel
-                P = _load_kernel(kernel, k, query, key, h, stride)
-                U, U2 = tl.load(pair, mask=inside, other=0.0), tl.load(pair + size, mask=inside, other=0.0)
-                by_square, by_linear = _slopes(P, moments, k, query, key, h)
-                s1, l1 = _contract(by_square, by_linear, U, dM, PRECISION)
-                s2, l2 = _contract(by_square, by_linear, U2, dV, PRECISION)
-                square += s1 + s2
-                linear += l1 + l2
-                dU, dU2 = _apply(tl.trans(P), dM, dV, PRECISION)
-                mine = scratch + (program * 2 * h + key[:, None]) * LANES + lane
+    h, w = tl.cdiv(H, L.s.pool_size), tl.cdiv(W, L.s.pool_size)
+    block, b = tl.program_id(0) % L.blocks, (tl.program_id(0) // L.blocks).to(tl.int64)
+    lane = tl.arange(0, L.lanes)[None]
+    chunk = _chunk(m, b, lane, L)
+    P_y = _axis(m, chunk.head, 0, h, w)
+    weight = tl.load(m.t.weight + chunk.channel, mask=chunk.real, other=0.0)
+    program = tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
+    of_weight, of_bias = _zeros(1, L.lanes)
+    of_l, of_k, of_square, of_linear = 0.0, 0.0, 0.0, 0.0
+    for x in range(tl.program_id(1), w, tl.num_programs(1)):
+        first = b * h * w + x
+        for begin in range(0, h, 16):
+            query = begin + tl.arange(0, 16)
+            M, V = _moments(m.rows, P_y, first, w, query, chunk, L)
+            dM, dV = _zeros(16, L.lanes)
+            for offset in range(L.s.pool_size * L.s.pool_size):
+                token, there = _token(b, query[:, None], x, offset, H, W, L)
+                n = _normalise(m.t.x, m.kept.of_tokens, token, there, M, V, chunk, L)
+                of_y, d, e = _differentiate(g.of_y, weight, n)
+                of_weight += tl.sum(tl.where(n.mask, of_y * n.value, 0.0), 0)[None]
+                of_bias += tl.sum(of_y, 0)[None]
+                of_l += tl.sum(d * (M - n.mean))
+                of_k += tl.sum(e * (n.var - tl.maximum(V, 0.0)))
+                dM -= (1 - chunk.mean_lambda) * d
+                dV += (1 - chunk.var_lambda) * e
+                of_token = g.of_tokens + (token * L.blocks + block) * 2
+                tl.store(of_token, chunk.mean_lambda * tl.sum(d, 1)[:, None], mask=there)
+                tl.store(of_token + 1, chunk.var_lambda * tl.sum(e, 1)[:, None], mask=there)
+                if L.s.pool_size == 1:
+                    tl.store(g.of_uv.u + n.at, d, mask=n.mask)
+            if L.s.pool_size > 1:
+                at = (first + query[:, None] * w) * L.C + chunk.channel
+                _store_pair(g.M_V, at, (query < h)[:, None] & chunk.real, Pair(M, V))
+            of_moments = Pair(dM - 2 * M * dV, dV)
+            for start in range(0, h, 16):
+                key = start + tl.arange(0, 16)
+                mask = (key < h)[:, None] & chunk.real
+                at = (first + key[:, None] * w) * L.C + chunk.channel
+                P = _load_P(P_y, query, key)
+                square, linear = _of_position(P, P_y, query, key, _load_pair(m.rows, at, mask), of_moments, L)
+                of_square += square
+                of_linear += linear
+                of_rows = _apply(tl.trans(P), of_moments, L)
+                own = (program * h + key[:, None]) * L.lanes + lane
                 if begin > 0:
-                    dU += tl.load(mine, mask=inside, other=0.0)
-                    dU2 += tl.load(mine + h * LANES, mask=inside, other=0.0)
+                    before = _load_pair(g.column, own, mask)
+                    of_rows = Pair(of_rows.u + before.u, of_rows.v + before.v)
                 tl.debug_barrier()  # all threads have read what is written now
-                if begin + Q < h:
-                    tl.store(mine, dU, mask=inside)
-                    tl.store(mine + h * LANES, dU2, mask=inside)
+                if begin + 16 < h:
+                    _store_pair(g.column, own, mask, of_rows)
                 else:
-                    tl.store(pair, dU, mask=inside)
-                    tl.store(pair + size, dU2, mask=inside)
+                    _store_pair(m.rows, at, mask, of_rows)
             tl.debug_barrier()
-        tl.store(by_channel + column * 2 * C + channel, to_weight, mask=real)
-        tl.store(by_channel + (column * 2 + 1) * C + channel, to_bias, mask=real)
-        tl.store(by_head + column * 2 * BLOCKS + block, to_l)
-        tl.store(by_head + (column * 2 + 1) * BLOCKS + block, to_m)
-        tl.store(slopes + task * 3, square)
-        tl.store(slopes + task * 3 + 1, 0.0)
-        tl.store(slopes + task * 3 + 2, linear)
+    part = b * tl.num_programs(1) + tl.program_id(1)
+    tl.store(g.parts.weight + part * L.C + chunk.channel, of_weight, mask=chunk.real)
+    tl.store(g.parts.bias + part * L.C + chunk.channel, of_bias, mask=chunk.real)
+    part = part * L.blocks + block
+    tl.store(g.parts.mean_lambda + part, of_l)
+    tl.store(g.parts.var_lambda + part, of_k)
+    tl.store(g.parts.position + 4 * part, of_square)
+    tl.store(g.parts.position + 4 * part + 1, 0.0)
+    tl.store(g.parts.position + 4 * part + 2, of_linear)
 
 
 @jit(do_not_specialize=SIZES)
-def _rows_backward(
-    x, of_tokens, of_channels, kernel, moments, maps, direct, slopes, size, h, w, stride, C: tl.constexpr,
-    K: tl.constexpr, S: tl.constexpr, SECOND: tl.constexpr, LANES: tl.constexpr, BLOCKS: tl.constexpr, Q: tl.constexpr,
-    N: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+def _rows_backward(m, g, H, W, L):
     """P_x^T of what ``_columns_backward`` wrote, the gradients of u and v; unpooled, as part of the gradient of z."""
-    k, channel, real = _lanes(tl.program_id(0) % BLOCKS, tl.arange(0, LANES)[None], C, K, LANES)
-    program = tl.program_id(0) // BLOCKS
-    row = (program // tl.cdiv(w, N)).to(tl.int64)
-    key = program % tl.cdiv(w, N) * N + tl.arange(0, N)
-    shift = tl.load(of_channels + row // h * C + channel, mask=real, other=0.0)
-    cell = row * w + key[:, None]
-    mask = (key < w)[:, None] & real
-    u, v = _load_cells(x, of_tokens, size, cell, k, channel, shift, mask, C, K, S, SECOND)
-    du = tl.zeros([N, LANES], tl.float32)
-    dv = tl.zeros([N, LANES], tl.float32)
-    square, linear = 0.0, 0.0
-    for start in range(0, w, Q):
-        query = start + tl.arange(0, Q)
-        at = maps + (row * w + query[:, None]) * C + channel
-        dU = tl.load(at, mask=(query < w)[:, None] & real, other=0.0)
-        dU2 = tl.load(at + size, mask=(query < w)[:, None] & real, other=0.0)
-        P = _load_kernel(kernel, k, query, key, w, stride)
-        by_square, by_linear = _slopes(P, moments, k, query, key, w)
-        s1, l1 = _contract(by_square, by_linear, u, dU, PRECISION)
-        s2, l2 = _contract(by_square, by_linear, v, dU2, PRECISION)
-        square += s1 + s2
-        linear += l1 + l2
-        part_du, part_dv = _apply(tl.trans(P), dU, dU2, PRECISION)
-        du += part_du
-        dv += part_dv
-    slopes += tl.program_id(0).to(tl.int64) * 3
-    tl.store(slopes, square)
-    tl.store(slopes + 1, linear)
-    tl.store(slopes + 2, 0.0)
-    direct += cell * C + channel
-    if S == 1 or not SECOND:
-        du += 2 * u * dv
-    if S == 1:
-        du += tl.load(direct, mask=mask, other=0.0)
-    tl.store(direct, du, mask=mask)
-    if S > 1 and SECOND:
-        tl.store(direct + size, dv, mask=mask)
+    h, w = tl.cdiv(H, L.s.pool_size), tl.cdiv(W, L.s.pool_size)
+    row, key = _tile(tl.program_id(0) // L.blocks, w, 16)
+    chunk = _chunk(m, row // h, tl.arange(0, L.lanes)[None], L)
+    P_x = _axis(m, chunk.head, 1, h, w)
+    uv = _load_cells(m.cells, m.kept.of_tokens, row * w + key[:, None], (key < w)[:, None], chunk, L)
+    of_u, of_v = _zeros(16, L.lanes)
+    of_square, of_linear = 0.0, 0.0
+    for start in range(0, w, 32):
+        query = start + tl.arange(0, 32)
+        at = (row * w + query[:, None]) * L.C + chunk.channel
+        of_rows = _load_pair(m.rows, at, (query < w)[:, None] & chunk.real)
+        P = _load_P(P_x, query, key)
+        square, linear = _of_position(P, P_x, query, key, uv, of_rows, L)
+        of_square += square
+        of_linear += linear
+        part = _apply(tl.trans(P), of_rows, L)
+        of_u += part.u
+        of_v += part.v
+    of_position = g.parts.position + tl.program_id(0).to(tl.int64) * 4
+    tl.store(of_position, of_square)
+    tl.store(of_position + 1, of_linear)
+    tl.store(of_position + 2, 0.0)
+    at, mask = (row * w + key[:, None]) * L.C + chunk.channel, (key < w)[:, None] & chunk.real
+    if L.s.pool_size == 1 or not L.s.pool_second_moment:
+        of_u += 2 * uv.u * of_v
+    if L.s.pool_size == 1:
+        of_u += tl.load(g.of_uv.u + at, mask=mask, other=0.0)
+    tl.store(g.of_uv.u + at, of_u, mask=mask)
+    if L.s.pool_size > 1 and L.s.pool_second_moment:
+        tl.store(g.of_uv.v + at, of_v, mask=mask)
+
+
+@jit()
+def _swap(tile, L):
+    """y x (x, lanes) to x x (y, lanes), and back."""
+    return tl.permute(tile.reshape(16, 16, L.lanes), (1, 0, 2)).reshape(16, 16 * L.lanes)
+
+
+@jit()
+def _swap_pair(pair, L):
+    return Pair(_swap(pair.u, L), _swap(pair.v, L))
+
+
+@jit()
+def _grid_rows(x, of_tokens, P_x, chunk, H, W, L):
+    """Of an image u and v, x x (y, lanes), P along x, and what that makes of them."""
+    side, y = tl.arange(0, 16), tl.arange(0, 16 * L.lanes)[None] // L.lanes
+    uv = _load_cells(Pair(x, x), of_tokens, y * W + side[:, None], (y < H) & (side < W)[:, None], chunk, L)
+    P = _load_P(P_x, side, side)
+    return uv, P, _apply(P, uv, L)
+
+
+@jit()
+def _grid_tokens(x, of_tokens, P_y, P_x, chunk, H, W, L):
+    """M and V of an image, y x (x, lanes), and its tokens normalised."""
+    side, at_x = tl.arange(0, 16), tl.arange(0, 16 * L.lanes)[None] // L.lanes
+    _, _, rows = _grid_rows(x, of_tokens, P_x, chunk, H, W, L)
+    M, V = _apply(_load_P(P_y, side, side), _swap_pair(rows, L), L)
+    V -= M * M
+    y = side[:, None]
+    return M, V, _normalise(x, of_tokens, y * W + at_x, (y < H) & (at_x < W), M, V, chunk, L)
 
 
 @jit(do_not_specialize=SIZES)
-def _tokens_backward(
-    grad, x, of_tokens, of_channels, weight, mean_lambda, var_lambda, to_tokens, kept, direct, grad_x, eps, size,
-    tokens, H, W, h, w, C: tl.constexpr, K: tl.constexpr, S: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr,
-    BLOCKS: tl.constexpr, PARTS: tl.constexpr, PRENORM: tl.constexpr, UNBIASED: tl.constexpr, SECOND: tl.constexpr,
-):  # fmt: skip
+def _grid(m, y, H, W, L):
+    """P along both axes, and the tokens normalised: some channels of one head of an image of up to 16 x 16 cells."""
+    b = (tl.program_id(0) // L.blocks).to(tl.int64)
+    chunk = _chunk(m, b, tl.arange(0, 16 * L.lanes)[None] % L.lanes, L)  # for each of 16 cells side by side
+    P_y, P_x = _axis(m, chunk.head, 0, H, W), _axis(m, chunk.head, 1, H, W)
+    x, of_tokens = m.t.x + b * H * W * L.C, m.kept.of_tokens + b * H * W * (L.K + 2)
+    _, _, n = _grid_tokens(x, of_tokens, P_y, P_x, chunk, H, W, L)
+    _store_output(m, y + b * H * W * L.C, n, chunk)
+
+
+@jit(do_not_specialize=SIZES)
+def _grid_backward(m, g, H, W, L):
+    """The gradient of z but for the token's own statistics, what those need, and parts of the parameters' gradients."""
+    block, b = tl.program_id(0) % L.blocks, (tl.program_id(0) // L.blocks).to(tl.int64)
+    side, along = tl.arange(0, 16), tl.arange(0, 16 * L.lanes)[None] // L.lanes
+    y = side[:, None]
+    chunk = _chunk(m, b, tl.arange(0, 16 * L.lanes)[None] % L.lanes, L)
+    P_y, P_x = _axis(m, chunk.head, 0, H, W), _axis(m, chunk.head, 1, H, W)
+    x, of_tokens = m.t.x + b * H * W * L.C, m.kept.of_tokens + b * H * W * (L.K + 2)
+    M, V, n = _grid_tokens(x, of_tokens, P_y, P_x, chunk, H, W, L)
+    weight = tl.load(m.t.weight + chunk.channel, mask=chunk.real, other=0.0)
+    of_y, d, e = _differentiate(g.of_y + b * H * W * L.C, weight, n)
+    part = tl.program_id(0).to(tl.int64)
+    tl.store(g.parts.mean_lambda + part, tl.sum(d * (M - n.mean)))
+    tl.store(g.parts.var_lambda + part, tl.sum(e * (n.var - tl.maximum(V, 0.0))))
+    own = _chunk(m, b, tl.arange(0, L.lanes), L)
+    of_weight = tl.sum(tl.where(n.mask, of_y * n.value, 0.0), 0)
+    tl.store(g.parts.weight + b * L.C + own.channel, tl.sum(of_weight.reshape(16, L.lanes), 0), mask=own.real)
+    tl.store(g.parts.bias + b * L.C + own.channel, tl.sum(tl.sum(of_y, 0).reshape(16, L.lanes), 0), mask=own.real)
+    of_token = g.of_tokens + b * H * W * L.blocks * 2 + ((y * W + side[None]) * L.blocks + block) * 2
+    there = (y < H) & (side < W)[None]
+    tl.store(of_token, chunk.mean_lambda * tl.sum(d.reshape(16, 16, L.lanes), 2), mask=there)
+    tl.store(of_token + 1, chunk.var_lambda * tl.sum(e.reshape(16, 16, L.lanes), 2), mask=there)
+    dV = (1 - chunk.var_lambda) * e
+    of_moments = Pair(-(1 - chunk.mean_lambda) * d - 2 * M * dV, dV)
+    # Rows and P are loaded again, here and below: kept, they would spill registers. Without a store in between the
+    # compiler keeps them.
+    _, _, rows = _grid_rows(x, of_tokens, P_x, chunk, H, W, L)
+    P = _load_P(P_y, side, side)
+    of_square, of_vertical = _of_position(P, P_y, side, side, _swap_pair(rows, L), of_moments, L)
+    tl.store(g.parts.position + 4 * part + 2, of_vertical)
+    of_rows = _swap_pair(_apply(tl.trans(P), of_moments, L), L)
+    uv, P, _ = _grid_rows(x, of_tokens, P_x, chunk, H, W, L)
+    square, of_horizontal = _of_position(P, P_x, side, side, uv, of_rows, L)
+    tl.store(g.parts.position + 4 * part, of_square + square)
+    tl.store(g.parts.position + 4 * part + 1, of_horizontal)
+    of_u, of_v = _apply(tl.trans(P), of_rows, L)
+    at = (along * W + y) * L.C + chunk.channel  # here rows are x, and lanes are y
+    tl.store(
+        g.of_uv.u + b * H * W * L.C + at, _swap(d, L) + of_u + 2 * uv.u * of_v, mask=(along < H) & (y < W) & chunk.real
+    )
+
+
+@jit(do_not_specialize=SIZES)
+def _tokens_backward(m, g, H, W, L):
     """The gradient of x: through the cell of a token, the token's own statistics and its root mean squares."""
-    c: tl.constexpr = C // K
-    token = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
-    there = token < tokens
-    part = tl.arange(0, PARTS)[None]
-    counted = there[:, None] & (part < BLOCKS)
-    parts = to_tokens + (token[:, None] * BLOCKS + part) * 2
-    to_mean = tl.sum(tl.load(parts, mask=counted, other=0.0), 1)[:, None] / C
-    to_var = tl.sum(tl.load(parts + 1, mask=counted, other=0.0), 1)[:, None] * (2 / (C - UNBIASED))
-    mean = tl.load(of_tokens + token * (K + 2) + K, mask=there, other=0.0)[:, None]
-    if S > 1:
-        b, y, x_ = token // (H * W), token // W % H, token % W
-        cell = ((b * h + y // S) * w + x_ // S)[:, None]
-        number = tl.minimum(H - y // S * S, S) * tl.minimum(W - x_ // S * S, S)
-        share = 1 / number.to(tl.float32)[:, None]
-    for k in range(K):
-        channel = k * c + tl.arange(0, WIDTH)[None]
-        mask = there[:, None] & (channel < (k + 1) * c)
-        at = token[:, None] * C + channel
-        scale = tl.load(of_tokens + token * (K + 2) + k, mask=there, other=0.0)[:, None]
-        z = tl.load(x + at, mask=mask, other=0.0).to(tl.float32) * scale
+    S: tl.constexpr = L.s.pool_size
+    b, token = _tile(tl.program_id(0), H * W, L.tile)
+    there = token < H * W
+    y, x = token // W, token % W
+    number = tl.minimum(H - y // S * S, S) * tl.minimum(W - x // S * S, S)
+    share = 1 / number.to(tl.float32)[:, None]
+    cell = ((b * tl.cdiv(H, S) + y // S) * tl.cdiv(W, S) + x // S)[:, None]
+    token = (b * H * W + token)[:, None]
+    there = there[:, None]
+    of_token = m.kept.of_tokens + token * (L.K + 2)
+    part = tl.arange(0, L.parts)[None]
+    parts, counted = g.of_tokens + (token * L.blocks + part) * 2, there & (part < L.blocks)
+    of_mean = tl.sum(tl.load(parts, mask=counted, other=0.0), 1)[:, None] / L.C
+    of_var = tl.sum(tl.load(parts + 1, mask=counted, other=0.0), 1)[:, None] * (2 / (L.C - L.s.unbiased))
+    mean = tl.load(of_token + L.K, mask=there, other=0.0)
+    real = (tl.arange(0, L.width) < L.c)[None]
+    mask = there & real
+    for k in range(L.K):
+        channel = k * L.c + tl.arange(0, L.width)[None]
+        at = token * L.C + channel
+        scale = tl.load(of_token + k, mask=there, other=0.0)
+        z = tl.load(m.t.x + at, mask=mask, other=0.0).to(tl.float32) * scale
         if S == 1:
-            dz = tl.load(direct + at, mask=mask, other=0.0)
+            of_z = tl.load(g.of_uv.u + at, mask=mask, other=0.0)
         else:
-            of_cell = cell * C + channel
-            shift = tl.load(of_channels + b[:, None] * C + channel, mask=mask, other=0.0)
-            M = tl.load(kept + of_cell, mask=mask, other=0.0)
-            V = tl.load(kept + size + of_cell, mask=mask, other=0.0)
-            t, inverse, _, var = _normalise(
-                x, of_tokens, token[:, None], k, channel, shift, mask, M, V, mean_lambda, var_lambda, eps, C, K
-            )
-            a = tl.load(weight + channel, mask=channel < (k + 1) * c, other=0.0)
-            _gradient, dz, _e, _, _, _ = _differentiate(grad, at, a, t, inverse, mean - shift, var, M, V, mask)
-            dz += tl.load(direct + of_cell, mask=mask, other=0.0) * share
-            if SECOND:
-                dz += 2 * (z - shift) * tl.load(direct + size + of_cell, mask=mask, other=0.0) * share
-        dz += to_var * (z - mean) - to_mean
-        if PRENORM:
-            dz = tl.where(mask, dz, 0.0)
-            dz = scale * (dz - z * (tl.sum(dz * z, 1) / c)[:, None])
-        tl.store(grad_x + at, dz, mask=mask)
+            shift = tl.load(m.kept.of_channels + b * L.C + channel, mask=real, other=0.0)
+            chunk = Chunk(k, channel, real, shift, tl.load(m.t.mean_lambda + k), tl.load(m.t.var_lambda + k))
+            M, V = _load_pair(g.M_V, cell * L.C + channel, mask)
+            n = _normalise(m.t.x, m.kept.of_tokens, token, there, M, V, chunk, L)
+            _, of_z, _ = _differentiate(g.of_y, tl.load(m.t.weight + channel, mask=real, other=0.0), n)
+            of_z += tl.load(g.of_uv.u + cell * L.C + channel, mask=mask, other=0.0) * share
+            if L.s.pool_second_moment:
+                of_v = tl.load(g.of_uv.v + cell * L.C + channel, mask=mask, other=0.0)
+                of_z += 2 * (z - shift) * of_v * share
+        of_z += of_var * (z - mean) - of_mean
+        if L.s.prenorm:
+            of_z = tl.where(mask, of_z, 0.0)
+            of_z = scale * (of_z - z * (tl.sum(of_z * z, 1) / L.c)[:, None])
+        tl.store(g.parts.x + at, of_z, mask=mask)
 
 
-class _Problem:
-    """The sizes of a call, the blocks its kernels work on, and the launches that forward and backward share."""
+class _Call:
+    """The sizes of a call, its memory, and how kernels are launched."""
 
-    def __init__(self, x: Tensor, position: Tensor, s: Settings) -> None:
-        self.x, self.position, self.s = x, position, s
-        self.B, self.H, self.W, self.C = x.shape
-        self.K, self.eps = len(position), float(s.eps)
+    def __init__(self, t: Tensors, s: Settings) -> None:
+        self.x, self.s, (self.B, self.H, self.W, C) = t.x, s, t.x.shape
         self.h, self.w = (-(-side // s.pool_size) for side in (self.H, self.W))
         self.small = s.pool_size == 1 and max(self.h, self.w) <= SMALL
-        self.size = self.B * self.h * self.w * self.C  # of a map of cells
-        self.stride_y, self.stride_x = (triton.cdiv(side, 16) * 16 for side in (self.h, self.w))
-        self.grid = dict(H=self.H, W=self.W, h=self.h, w=self.w)
-        # Tiles of whole heads, for passes over tokens
-        width = triton.next_power_of_2(self.C // self.K)
-        self.tile = max(1, min(64, 2048 // width))
-        self.by_token = dict(
-            C=self.C, K=self.K, S=s.pool_size, WIDTH=width, TILE=self.tile, PRENORM=s.prenorm, UNBIASED=int(s.unbiased),
-            SECOND=s.pool_second_moment, num_warps=4 if width <= 1024 else 8,
-        )  # fmt: skip
-        # Blocks of channels, for products with P: sizes that do not spill registers (test_dtn_triton_compiled.py)
-        self.lanes = 16 if self.small else min(max(width, 32), 64)
-        self.blocks = self.K * triton.cdiv(self.C // self.K, self.lanes)
-        self.by_block = dict(
-            C=self.C, K=self.K, LANES=self.lanes, BLOCKS=self.blocks,
-            num_warps=8 if self.small or self.lanes == 64 else 4, PRECISION='ieee' if torch.version.hip else 'tf32x3',
-        )  # fmt: skip
-        self.products = dict(self.by_block, S=s.pool_size, N=16)
+        K = len(t.position)
+        width = triton.next_power_of_2(C // K)
+        tile, lanes = max(1, min(64, 2048 // width)), 16 if self.small else min(max(width, 32), 64)
+        blocks = K * triton.cdiv(C // K, lanes)
+        parts = triton.next_power_of_2(blocks)
+        self.L = Layer(C, K, C // K, width, tile, lanes, blocks, parts, tf32x3=not torch.version.hip, s=s)
 
     def empty(self, *shape: int) -> Tensor:
         return self.x.new_empty(shape, dtype=torch.float32)
 
-    def axes(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """P_y, P_x, and what the slopes of either need."""
-        K, h, w = self.K, self.h, self.w
-        kernels, moments = self.empty(K * (h * self.stride_y + w * self.stride_x)), self.empty(K * (h + w) * 3)
-        keys = triton.next_power_of_2(max(self.stride_y, self.stride_x))
+    def maps(self, number: int = 2) -> Pair:
+        maps = self.empty(number, self.B, self.h, self.w, self.L.C)
+        return Pair(maps[0], maps[-1])
+
+    def memory(self, t: Tensors, kept: Kept) -> Memory:
+        """With P in it."""
+        L, s, longest = self.L, self.s, max(self.h, self.w)
+        stride = triton.cdiv(longest, 16) * 16
+        P, moments = (self.empty(L.K, self.h + self.w, n) for n in (stride, 3))
+        cells = Pair(t.x, t.x) if s.pool_size == 1 else self.maps(1 + s.pool_second_moment)
+        m = Memory(t, kept, P, moments, cells, None if self.small else self.maps())
+        keys = triton.next_power_of_2(stride)
         rows = max(1, min(16, 2048 // keys))
-        _axes[(triton.cdiv(max(h, w), rows), K, 2)](
-            self.position, kernels, moments, h, w, self.stride_y, self.stride_x, K=K, ROWS=rows, KEYS=keys,
-            IDENTITY=self.s.identity,
-        )  # fmt: skip
-        return kernels, kernels[K * h * self.stride_y :], moments, moments[K * h * 3 :]
+        self.launch(_axes, (triton.cdiv(longest, rows), L.K, 2), m, ROWS=rows, KEYS=keys)
+        return m
 
-    def statistics(self, of_tokens: Tensor, forward: bool) -> tuple[Tensor, Tensor]:
-        """The shift of each channel, B x C (``forward``), and what takes part in P: tokens, or means of cells."""
-        tiles, cells = triton.cdiv(self.h * self.w, self.tile), self.x
-        shifts = self.empty(self.B, tiles, self.C) if forward else self.x
-        if self.s.pool_size > 1:
-            cells = self.empty(1 + self.s.pool_second_moment, self.size)
-        _statistics[(self.B * tiles,)](
-            self.x, of_tokens, shifts, cells, self.eps, self.size, tiles, **self.grid, **self.by_token, FORWARD=forward
+    def launch(self, kernel: Any, grid: tuple[int, ...], *memory: Any, **options: int) -> None:
+        kernel[grid](*memory, self.H, self.W, _constants(self.L), **options)
+
+    def by_tiles(self, kernel: Any, items: int, *memory: Any) -> None:
+        """Programs for all channels of so many tokens or cells of each image."""
+        programs = self.B * triton.cdiv(items, self.L.tile)
+        self.launch(kernel, (programs,), *memory, num_warps=4 if self.L.width <= 1024 else 8)
+
+    def by_blocks(self, kernel: Any, programs: int, *memory: Any, columns: int = 1) -> None:
+        """So many programs for each block of channels. The numbers of warps are such that no registers spill."""
+        warps = 8 if self.small or self.L.lanes == 64 else 4
+        self.launch(kernel, (programs * self.L.blocks, columns), *memory, num_warps=warps)
+
+
+def _constants(values: Any) -> Any:
+    """A tuple for Triton, of values that it compiles for."""
+    return type(values)(*(_constants(value) if isinstance(value, tuple) else tl.constexpr(value) for value in values))
+
+
+def forward(t: Tensors, s: Settings, dtype: torch.dtype) -> tuple[Tensor, Kept]:
+    with torch.cuda.device_of(t.x):
+        call = _Call(t, s)
+        B, h, w, L = call.B, call.h, call.w, call.L
+        y, of_tokens = torch.empty_like(t.x, dtype=dtype), call.empty(B * call.H * call.W * (L.K + 2))
+        shifts = call.empty(B, triton.cdiv(h * w, L.tile), L.C)
+        m = call.memory(t, Kept(of_tokens, shifts))
+        call.by_tiles(_statistics, h * w, m, shifts)
+        m = m._replace(kept=Kept(of_tokens, shifts.sum(1)))
+        if call.small:
+            call.by_blocks(_grid, B, m, y)
+        else:
+            call.by_blocks(_rows, B * h * triton.cdiv(w, 32), m)
+            call.by_blocks(_columns, B * w * triton.cdiv(h, 32), m, y)
+    return y, m.kept
+
+
+def backward(grad: Tensor, t: Tensors, kept: Kept, s: Settings) -> Tensors:
+    """From the gradient of the output, and what ``forward`` kept, those of x and of the parameters."""
+    with torch.cuda.device_of(t.x):
+        call = _Call(t, s)
+        B, h, w, L, pooled = call.B, call.h, call.w, call.L, s.pool_size > 1
+        # Programs for the columns of an image: one for each, or, where they need memory of their own, not too many.
+        columns = 1 if call.small else w if h <= 16 else min(triton.cdiv(w, 4), triton.cdiv(512, B * L.blocks))
+        parts, rows = B * columns, 0 if call.small else B * h * triton.cdiv(w, 16)
+        m, heads = call.memory(t, kept), (L.K, L.blocks // L.K)
+        g = Gradients(
+            of_y=grad,
+            of_uv=call.maps(1 + (pooled and s.pool_second_moment)),
+            of_tokens=call.empty(B * call.H * call.W, L.blocks, 2),
+            parts=Tensors(
+                x=torch.empty_like(t.x),
+                weight=call.empty(parts, L.C),
+                bias=call.empty(parts, L.C),
+                mean_lambda=call.empty(parts, *heads),
+                var_lambda=call.empty(parts, *heads),
+                position=call.empty(parts + rows, *heads, 4),  # 4, not 3: aligned wherever the rows start
+            ),
+            M_V=call.maps() if pooled else None,
+            column=Pair(*call.empty(2, parts * L.blocks, h, L.lanes)) if h > 16 else None,
         )
-        return shifts.sum(1) if forward else shifts, cells
-
-    def rows(self, cells: Tensor, of_tokens: Tensor, of_channels: Tensor, kernel: Tensor) -> Tensor:
-        maps = self.empty(2, self.size)
-        _rows[(self.B * self.h * triton.cdiv(self.w, 32) * self.blocks,)](
-            cells, of_tokens, of_channels, kernel, maps, self.size, self.h, self.w, self.stride_x, Q=32,
-            SECOND=self.s.pool_second_moment, **self.products,
-        )  # fmt: skip
-        return maps
-
-
-def forward(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    mean_lambda: Tensor,
-    var_lambda: Tensor,
-    position: Tensor,
-    s: Settings,
-    dtype: torch.dtype,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The output; for each token the scale of each head, mean and variance; the shift, B x C."""
-    with torch.cuda.device_of(x):
-        p = _Problem(x, position, s)
-        y, of_tokens = torch.empty_like(x, dtype=dtype), p.empty(p.B, p.H, p.W, p.K + 2)
-        P_y, P_x, *_ = p.axes()
-        of_channels, cells = p.statistics(of_tokens, forward=True)
-        affine = weight, bias, mean_lambda, var_lambda, y, p.eps
-        if p.small:
-            _grid[(p.B * p.blocks,)](
-                x, of_tokens, of_channels, P_y, P_x, *affine, p.h, p.w, p.stride_y, p.stride_x, **p.by_block
-            )
+        if pooled:
+            call.by_tiles(_statistics, h * w, m, None)
+        if call.small:
+            call.by_blocks(_grid_backward, B, m, g)
         else:
-            maps = p.rows(cells, of_tokens, of_channels, P_x)
-            _columns[(p.B * p.w * triton.cdiv(p.h, 32) * p.blocks,)](
-                x, of_tokens, of_channels, P_y, maps, *affine, p.size, **p.grid, stride=p.stride_y, Q=32, **p.products
-            )
-    return y, of_tokens.view(-1), of_channels
-
-
-def backward(
-    grad: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    mean_lambda: Tensor,
-    var_lambda: Tensor,
-    position: Tensor,
-    of_tokens: Tensor,
-    of_channels: Tensor,
-    s: Settings,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """From the gradient of the output, and what ``forward`` returned, the gradients of x and of the parameters."""
-    with torch.cuda.device_of(x):
-        p = _Problem(x, position, s)
-        P_y, P_x, moments_y, moments_x = p.axes()
-        known = x, of_tokens, of_channels
-        parts = p.B if p.small else p.B * p.w
-        slices = 0 if p.small else p.B * p.h * triton.cdiv(p.w, 16)
-        by_channel, by_head = p.empty(parts, 2, p.C), p.empty(parts, 2, p.K, p.blocks // p.K)
-        slopes = p.empty(parts + slices, p.K, p.blocks // p.K, 3)
-        to_tokens = p.empty(p.B * p.H * p.W, p.blocks, 2)
-        kept = direct = p.empty(1 if s.pool_size == 1 else 2, p.size)
-        sums = to_tokens, by_channel, by_head, slopes
-        if p.small:
-            _grid_backward[(p.B * p.blocks,)](
-                grad, *known, P_y, P_x, moments_y, moments_x, weight, mean_lambda, var_lambda, direct, *sums, p.eps,
-                p.h, p.w, p.stride_y, p.stride_x, **p.by_block,
-            )  # fmt: skip
-        else:
-            cells = x
-            if s.pool_size > 1:
-                _, cells = p.statistics(of_tokens, forward=False)
-                direct = p.empty(1 + s.pool_second_moment, p.size)
-            maps = p.rows(cells, of_tokens, of_channels, P_x)
-            tasks = parts * p.blocks
-            programs = tasks if p.h <= 16 else min(512, triton.cdiv(tasks, 4))
-            scratch = maps if p.h <= 16 else p.empty(programs, 2, p.h, p.lanes)
-            _columns_backward[(programs,)](
-                grad, *known, P_y, moments_y, maps, weight, mean_lambda, var_lambda, kept, *sums, scratch, p.eps,
-                p.size, **p.grid, stride=p.stride_y, tasks=tasks, programs=programs, Q=16, **p.products,
-            )  # fmt: skip
-            _rows_backward[(slices * p.blocks,)](
-                cells, of_tokens, of_channels, P_x, moments_x, maps, direct, slopes[parts:], p.size, p.h, p.w,
-                p.stride_x, Q=32, SECOND=s.pool_second_moment, **p.products,
-            )  # fmt: skip
-        grad_x, tokens = torch.empty_like(x), p.B * p.H * p.W
-        _tokens_backward[(triton.cdiv(tokens, p.tile),)](
-            grad, *known, weight, mean_lambda, var_lambda, to_tokens, kept, direct, grad_x, p.eps, p.size, tokens,
-            **p.grid, **p.by_token, BLOCKS=p.blocks, PARTS=triton.next_power_of_2(p.blocks),
-        )  # fmt: skip
-        of_lambdas = by_head[:, 0].sum((0, 2)), by_head[:, 1].sum((0, 2))
-        return grad_x, by_channel[:, 0].sum(0), by_channel[:, 1].sum(0), *of_lambdas, slopes.sum((0, 2))
+            call.by_blocks(_rows, B * h * triton.cdiv(w, 32), m)
+            call.by_blocks(_columns_backward, B, m, g, columns=columns)
+            of_rows = g.parts._replace(position=g.parts.position[parts:])
+            call.by_blocks(_rows_backward, rows, m, g._replace(parts=of_rows))
+        call.by_tiles(_tokens_backward, call.H * call.W, m, g)
+        x, weight, bias, l, k, position = g.parts
+        return Tensors(x, weight.sum(0), bias.sum(0), l.sum((0, 2)), k.sum((0, 2)), position[..., :3].sum((0, 2)))
 
 
 # What a check on a device compares with the reference: grid, channels, heads, pool size.
@@ -761,8 +708,8 @@ def works(device: torch.device) -> bool:
     training = torch.is_grad_enabled() and is_distributed()
     known = _agreed if training or device in _agreed else _found
     if device not in known:
-        if torch.compiler.is_compiling() or not torch.cuda.is_available() or torch.cuda.is_current_stream_capturing():
-            return True  # cannot tell yet
+        if device.type == DEVICE and _must_wait():
+            return True
         if device not in _found:
             _found[device] = self_check(device)
             if _found[device]:
@@ -774,6 +721,11 @@ def works(device: torch.device) -> bool:
             if failed and not _found[device]:
                 _warn('on another device of this run')
     return known[device] is None
+
+
+def _must_wait() -> bool:
+    """Whether nothing can be computed and looked at now."""
+    return torch.compiler.is_compiling() or not torch.cuda.is_available() or torch.cuda.is_current_stream_capturing()
 
 
 def _warn(what: str) -> None:
@@ -792,18 +744,20 @@ def self_check(device: torch.device) -> str | None:
             s, case = Settings(pool_size), f'{dtype}, {grid[0]} x {grid[1]} tokens, pool_size={pool_size}'
             x, grad = (torch.randn(2, *grid, C, generator=generator).to(device, dtype) for _ in range(2))
             weight, bias, l, m = (torch.rand(n, generator=generator).to(device) for n in (C, C, K, K))
-            position = torch.randn(K, 3, generator=generator).to(device) / 4
+            t = Tensors(x, weight, bias, l, m, torch.randn(K, 3, generator=generator).to(device) / 4)
             try:
-                y, of_tokens, of_channels = forward(x, weight, bias, l, m, position, s, dtype)
-                gradients = backward(grad, x, weight, bias, l, m, position, of_tokens, of_channels, s)
+                y, kept = forward(t, s, dtype)
+                gradients = backward(grad, t, kept, s)
             except torch.cuda.OutOfMemoryError:
                 raise
             except Exception as error:  # a compiler raises anything
                 return f'{case}: {type(error).__name__}: {error}'
-            tensors = [t.double() for t in (x, weight, bias, l, m, position)]
-            expected, pull_back, *_ = torch.func.vjp(partial(reference.dtn, s=s), *tensors)
-            pairs = zip((y, *gradients), (expected, *pull_back(grad.double())), strict=True)
-            for name, (ours, right) in zip(('output', *NAMES), pairs, strict=True):
+            exact = Tensors(*(tensor.double() for tensor in t))
+            expected, pull_back, *_ = torch.func.vjp(partial(reference.dtn, s=s), exact)
+            pairs = zip((y, *gradients), (expected, *pull_back(grad.double())[0]), strict=True)
+            for name, (ours, right) in zip(
+                ('output', *(f'gradient of {name}' for name in t._fields)), pairs, strict=True
+            ):
                 difference = ((ours.double() - right).norm() / right.norm()).item()
                 limit = forward_tolerance if name == 'output' else backward_tolerance
                 if not difference <= limit:

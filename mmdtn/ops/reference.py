@@ -4,35 +4,22 @@ Letters as in docs/mathematics.md. It keeps what autograd keeps, ten times the i
 any device and dtype, derivatives of any order, torch.func, export with open sizes.
 """
 
-from typing import NamedTuple
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-
-class Settings(NamedTuple):
-    """What a layer computes, beside its tensors."""
-
-    pool_size: int = 1
-    eps: float = 1e-5
-    prenorm: bool = True
-    unbiased: bool = False
-    pool_second_moment: bool = True
-    identity: bool = False
+from .interface import Settings, Tensors
 
 
-def dtn(
-    x: Tensor, weight: Tensor, bias: Tensor, mean_lambda: Tensor, var_lambda: Tensor, position: Tensor, s: Settings
-) -> Tensor:
-    """``x``: B x H x W x C; ``weight``, ``bias``: C; lambdas: K; ``position``: K x 3. In the dtype of the weight."""
-    z = by_head(x.to(weight.dtype), len(position), s)
+def dtn(t: Tensors, s: Settings) -> Tensor:
+    """B x H x W x C, in the dtype of the weight."""
+    z = by_head(t.x.to(t.weight.dtype), len(t.position), s)
     var, mean = torch.var_mean(z, (-2, -1), keepdim=True, correction=int(s.unbiased))
-    M, V = neighbourhood(z, position, s)
-    l, k = mean_lambda[:, None], var_lambda[:, None]
+    M, V = neighbourhood(z, t.position, s)
+    l, k = t.mean_lambda[:, None], t.var_lambda[:, None]
     mu = l * mean + on_tokens((1 - l) * M, z, s.pool_size)
     variance = k * var + on_tokens((1 - k) * V, z, s.pool_size)
-    return ((z - mu) * (variance + s.eps).rsqrt()).flatten(-2) * weight + bias
+    return ((z - mu) * (variance + s.eps).rsqrt()).flatten(-2) * t.weight + t.bias
 
 
 def by_head(x: Tensor, heads: int, s: Settings) -> Tensor:

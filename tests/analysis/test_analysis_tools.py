@@ -13,6 +13,7 @@ from mmengine.config import Config
 from mmengine.registry import MODELS, init_default_scope
 from PIL import Image
 
+from mmdtn.analysis import subject
 from mmdtn.datasets import write_classification, write_coco
 from tests.training import write_classifier, write_detector
 from tools.analysis_tools import analyze_dtn, browse_dataset, compare_runs
@@ -91,6 +92,7 @@ def test_two_detectors_side_by_side_and_an_image_without_objects(shapes, tmp_pat
     ln = tmp_path / 'with_ln.py'
     ln.write_text("_base_ = './with_dtn.py'\nmodel = dict(backbone=dict(norm_cfg=dict(_delete_=True, type='LN')))\n")
     times = {name: dict(train_s=s, infer_s=s / 3, saved_mib=10.0) for name, s in dict(LN=1.0, DTN=2.0).items()}
+    times['fused'] = dict(infer_s=0.25)  # which does not train
     cost = dict(torch='2', threads=2, results=dict(pvt={'224': times}))
     (tmp_path / 'cost.json').write_text(json.dumps(cost))
     layer = 'dtn/backbone.stages.0.blocks.0.norm1'
@@ -112,7 +114,9 @@ def test_two_detectors_side_by_side_and_an_image_without_objects(shapes, tmp_pat
     assert {row['model'] for row in read(out / 'lambda.csv')} == {'with_dtn'}
     curve = [r for r in read(out / 'lambda_over_training.csv') if r['quantity'] == 'lambda_var' and r['head'] == '1']
     assert [(r['iteration'], r['lambda']) for r in curve] == [('5', '0.65'), ('10', '0.7')]
-    assert {row['value'] for row in read(out / 'benchmark.csv')} == {'1', '2', '0.333333', '0.666667', '10'}
+    assert {row['value'] for row in read(out / 'benchmark.csv')} == {
+        '1', '2', '0.333333', '0.666667', '10', '0.25', 'nan'
+    }  # fmt: skip
 
 
 SCOPED = """
@@ -123,16 +127,22 @@ for _step in test_dataloader['dataset']['pipeline']:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('more', ['', SCOPED], ids=['name', 'scope'])
-def test_a_detector_on_a_folder_without_annotations(shapes, tmp_path, more):
-    """Loading of annotations is left out, however the transforms are named."""
-    config = write_detector(tmp_path / 'detector.py', shapes, more)
+def test_a_detector_on_a_folder_without_annotations(shapes, tmp_path):
+    config = write_detector(tmp_path / 'detector.py', shapes)
     out = tmp_path / 'out'
     page = run(
         config, save(config, tmp_path / 'it.pth'), '--images', shapes / 'val', '--number', '1', '--out', out
     )  # fmt: skip
     assert 'without annotated objects' not in page.text
     assert {row['image'] for row in read(out / 'where_it_looks.csv')} == {'000001.jpg'}
+
+
+@pytest.mark.parametrize('more', ['', SCOPED], ids=['name', 'scope'])
+def test_loading_of_annotations_is_left_out_however_it_is_named(shapes, tmp_path, more):
+    config = write_detector(tmp_path / 'detector.py', shapes, more)
+    model = subject.load(str(config), str(save(config, tmp_path / 'it.pth')))
+    (seen,) = subject.look(model, subject.choose_images(model, str(shapes / 'val'), 1))
+    assert seen.name == '000001.jpg' and not seen.sample.gt_instances
 
 
 @pytest.mark.slow

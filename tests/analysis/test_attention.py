@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from mmdtn.analysis import BlockTokens, Capture, attention, attention_distance
-from mmdtn.backbones import PVTDTN, ViTDTN
+from mmdtn.backbones import PVTDTN, ViTDTN, levit
 from mmdtn.backbones.layers import Attention, Block
 from mmdtn.backbones.swin import WindowAttention
 from mmdtn.norms import Place
@@ -18,7 +18,7 @@ UNIFORM_3X3 = (24 * 1 + 12 * 2 + 16 * math.sqrt(2) + 16 * math.sqrt(5) + 4 * mat
 
 
 def seen(attn: nn.Module, tokens: torch.Tensor, grid: tuple[int, int] | None = None) -> BlockTokens:
-    block = Block(tokens.shape[-1], attn, 1, 0.0, dict(type='LN'), Place())
+    block = Block(tokens.shape[-1], attn, nn.Identity(), 0.0, dict(type='LN'), Place())
     return BlockTokens('block', block, grid or tuple(tokens.shape[1:3]), dict(norm1=tokens), dict(norm1=tokens))
 
 
@@ -58,7 +58,7 @@ def test_each_query_looking_one_token_to_the_right():
 
 
 def test_reduced_keys_are_at_the_centre_of_what_they_stand_for():
-    attn = uniform(Attention(4, 1, sr_ratio=2))
+    attn = uniform(Attention(4, 1, 2, nn.LayerNorm(4)))
     places = [(y, x) for y in range(4) for x in range(6)]
     keys = [(y, x) for y in (0.5, 2.5) for x in (0.5, 2.5, 4.5)]
     by_hand = np.mean([math.dist(p, k) for p in places for k in keys])
@@ -106,7 +106,7 @@ def test_window_attention_at_these_places_makes_the_output(grid, shifted):
 @pytest.mark.parametrize('reduction', [1, 2])
 def test_attention_over_the_map_makes_the_output(reduction):
     torch.manual_seed(0)
-    attn, tokens = Attention(8, 2, reduction), torch.randn(1, 24, 26, 8)
+    attn, tokens = Attention(8, 2, reduction, nn.LayerNorm(8)), torch.randn(1, 24, 26, 8)
     values = []
     attn.kv.register_forward_hook(lambda module, inputs, output: values.append(output[..., 8:]))
     parts = list(attention(seen(attn, tokens)))
@@ -117,14 +117,49 @@ def test_attention_over_the_map_makes_the_output(reduction):
     torch.testing.assert_close(out, attn(tokens)[0], atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize('shrinking', [False, True])
+def test_attention_of_levit_makes_the_output(shrinking):
+    torch.manual_seed(0)
+    attn = levit.ShrinkingAttention(16, 24, 8, (5, 7)) if shrinking else levit.Attention(16, 8, 2, (5, 7))
+    attn.eval()
+    tokens, values = torch.randn(1, 5, 7, 16), []
+    nn.init.normal_(attn.attention_biases)
+    nn.init.normal_(attn.proj.ln.bn.weight)
+    layer = attn.kv if shrinking else attn.qkv
+    layer.register_forward_hook(lambda module, inputs, output: values.append(output.unflatten(2, (2, -1))))
+    (part,) = attention(seen(attn, tokens))
+    every_second = [(y, x) for y in (0, 2, 4) for x in (0, 2, 4, 6)]
+    places = [(y, x) for y in range(5) for x in range(7)]
+    assert part.keys[0].tolist() == [[*place] for place in places]
+    assert part.queries[0].tolist() == [[*place] for place in (every_second if shrinking else places)]
+    value = values[0][0, :, :, 8 if shrinking else 16 :].transpose(0, 1)
+    out = attn.proj((part.weights[0] @ value).transpose(0, 1).flatten(1)[None])
+    torch.testing.assert_close(out, attn(tokens).flatten(1, 2), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize('shape', [(5, 7), (8, 6)])
+@pytest.mark.parametrize('reduction', [1, 2])
+def test_relative_position_is_part_of_attention(reduction, shape):
+    attn = Attention(8, 2, reduction, nn.LayerNorm(8), rpe=True)
+    uniform(attn.q)  # so that the bias decides alone
+    attn.rpe.position.data = torch.tensor([[-1.0, 0.0, 0.0], [-1.0, 2.0, 0.0]])  # at the token; one cell to its right
+    parts = attention(seen(attn, torch.randn(1, *shape, 8)))
+    for part in parts:
+        shift = (part.keys[0] - part.queries[0, :, None]) / reduction
+        at_token, right = ((shift - torch.tensor(at)).square().sum(-1) for at in ((0.0, 0.0), (0.0, 1.0)))
+        torch.testing.assert_close(part.weights[0, 0], (-at_token).softmax(-1))
+        torch.testing.assert_close(part.weights[0, 1], (-right).softmax(-1))
+
+
 @pytest.mark.parametrize(
     'model',
     [
         ViTDTN('t', norm_cfg=dict(type='LN')),
         ViTDTN('t*'),
+        ViTDTN('t*', cls_from=0, dtn_layers=12),
         PVTDTN('tiny', out_type='cls_token', norm_cfg=dict(type='LN')),
     ],
-    ids=['class token from the start', 'late class token', 'class token of the last stage'],
+    ids=['class token from the start', 'late class token', 'from the start, with DTN', 'class token of the last stage'],
 )
 def test_the_class_token_has_no_place(model):
     with Capture(model.eval()) as capture, torch.no_grad():

@@ -4,7 +4,7 @@ from mmengine.analysis import FlopAnalyzer
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from mmdtn.analysis import SavedBytes, norm_flops
+from mmdtn.analysis import SavedBytes, flops_by_module, norm_flops
 from mmdtn.norms import DTN
 from mmdtn.ops import reference
 
@@ -29,5 +29,6 @@ def test_flops_of_a_norm_are_those_that_torch_and_mmengine_count(pool_size):
     with FlopCounterMode(display=False) as products:
         reference.neighbourhood(reference.by_head(x, 4, layer.settings), layer.position, layer.settings)
     assert norm_flops(layer, 13, 20, 64) == products.get_total_flops() / 2 + 5 * x.numel()  # torch counts 2 for each
+    assert norm_flops(layer, 13, 20, 64) == flops_by_module(layer, x)['']
     plain = FlopAnalyzer(nn.LayerNorm(64), (x,)).tracer_warnings('none').total()
     assert norm_flops(nn.LayerNorm(64), 13, 20, 64) == plain

@@ -1,5 +1,6 @@
 """What users expect of every backbone alike."""
 
+import inspect
 from typing import Any, NamedTuple
 
 import pytest
@@ -9,7 +10,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import mmdtn.backbones
-from mmdtn.backbones import PVTDTN, SwinDTN, T2TViTDTN, ViTDTN
+from mmdtn.backbones import PVTDTN, LeViTDTN, SwinDTN, T2TViTDTN, ViTDTN
 from mmdtn.norms import DTN
 from mmdtn.norms.dtn import local_start
 
@@ -28,7 +29,11 @@ PVT = dict(base='tiny', depths=(1, 1, 1, 1), widths=(16, 32, 40, 64), mlp_ratios
 VIT = dict(
     arch=dict(width=36, depth=4, num_heads=9, mlp_ratio=2), dtn_layers=3, img_size=64, patch_size=8
 )  # fmt: skip
-T2T = dict(arch=dict(base='t-14', width=48, depth=4, num_heads=3), dtn_layers=3)
+T2T: dict[str, Any] = dict(arch=dict(base='t-14', width=48, depth=4, num_heads=3), dtn_layers=3)
+LEVIT = dict(
+    arch=dict(widths=(16, 32, 48), key_width=8, num_heads=(2, 3, 4), depths=(1, 1, 1), drop_path_rate=0.0),
+    img_size=(64, 96),
+)
 SWIN = dict(arch=dict(base='tiny', width=16, depths=(1, 1, 2, 1), num_heads=(1, 2, 4, 8)))
 CASES = {
     'pvt': Case(PVTDTN, dict(arch=PVT)),
@@ -38,8 +43,14 @@ CASES = {
     'swin-mean': Case(SwinDTN, dict(SWIN, out_type='avg_featmap')),
     'vit': Case(ViTDTN, dict(VIT, out_type='featmap')),
     'vit-class-token': Case(ViTDTN, VIT),
+    'vit-class-token-first': Case(ViTDTN, dict(VIT, dtn_layers=4, cls_from=0)),
+    'vit-rpe': Case(ViTDTN, dict(VIT, rpe=True)),
+    'pvt-rpe': Case(PVTDTN, dict(arch=PVT, rpe=True)),
+    'levit': Case(LeViTDTN, dict(LEVIT, out_type='featmap')),
+    'levit-mean': Case(LeViTDTN, LEVIT),
     't2t': Case(T2TViTDTN, dict(T2T, out_type='featmap')),
     't2t-class-token': Case(T2TViTDTN, T2T),
+    't2t-performer': Case(T2TViTDTN, dict(T2T, arch=dict(T2T['arch'], performer=True), dtn_layers=4, cls_from=0)),
 }
 
 
@@ -93,17 +104,20 @@ def test_forward_on_fake_cuda_tensors(name):
         assert all(out.device.type == 'cuda' for out in small(name)(images(name)))
 
 
+@pytest.mark.parametrize('training', [False, True], ids=['eval', 'train'])
+@pytest.mark.parametrize('norm', ['DTN', 'BN', 'SN'])
 @pytest.mark.parametrize('name', CASES)
-def test_checkpointing_does_not_change_gradients(name):
-    plain, again = small(name).eval(), small(name, with_cp=True).eval()
+def test_checkpointing_changes_neither_gradients_nor_statistics(name, norm, training):
+    plain, again = (small(name, with_cp=with_cp, norm_cfg=dict(type=norm)).train(training) for with_cp in (False, True))
     again.load_state_dict(plain.state_dict())
     x = images(name)
-    grads = []
     for model in (plain, again):
-        sum(out.sum() for out in model(x)).backward()
-        grads.append([p.grad for p in model.parameters()])
-    for a, b in zip(*grads, strict=True):
-        torch.testing.assert_close(a, b)
+        torch.manual_seed(0)
+        sum(out.square().sum() for out in model(x)).backward()
+    for (key, a), b in zip(plain.named_parameters(), again.parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad, msg=key)
+    for key, value in plain.state_dict().items():
+        torch.testing.assert_close(again.state_dict()[key], value, msg=key)
 
 
 @pytest.mark.parametrize('name', CASES)
@@ -116,6 +130,37 @@ def test_frozen_stages_hold_still_and_take_in_one_another(name):
         parts = [part for part in model.frozen_parts() if isinstance(part, nn.Module)] if frozen_stages >= 0 else []
         assert model.training and not any(part.training for part in parts)
     assert still[0] == set() and set() < still[1] < still[2] < still[3] < everything
+
+
+def everywhere(name: str, norm: str) -> dict[str, Any]:
+    """Arguments that put one kind of norm into all places of a backbone; some have none but those of ``norm_cfg``."""
+    others = dict(other_norm_cfg=dict(type=norm))
+    accepted = inspect.signature(CASES[name].backbone).parameters
+    return dict(norm_cfg=dict(type=norm)) | {k: v for k, v in others.items() if k in accepted}
+
+
+@pytest.mark.parametrize('norm', ['BN', 'FeatureNorm', 'GN'])
+@pytest.mark.parametrize('name', CASES)
+def test_every_norm_can_be_another(name, norm):
+    model = small(name, **everywhere(name, norm))
+    model.init_weights()
+    assert not [m for m in model.modules() if isinstance(m, (nn.LayerNorm, DTN))]
+    sum(out.square().sum() for out in model(images(name))).backward()
+    assert [n for n, p in model.named_parameters() if p.grad is None or not p.grad.isfinite().all()] == []
+
+
+@pytest.mark.parametrize('name', CASES)
+def test_another_norm_has_the_name_of_the_layernorm_in_its_place(name):
+    """IN has the parameters of LayerNorm, so that even a file of the one loads into the other."""
+    ln, other = (small(name, **everywhere(name, norm)) for norm in ('LN', 'IN'))
+    other.load_state_dict(ln.state_dict())
+
+
+@pytest.mark.parametrize('kind', ['DTN', DTN])
+@pytest.mark.parametrize('name', [n for n in CASES if 'other_norm_cfg' in everywhere(n, 'LN')])
+def test_dtn_stays_in_the_blocks(name, kind):
+    with pytest.raises(ValueError, match=r'other_norm_cfg has type=.*DTN.*norm_cfg is for'):
+        small(name, other_norm_cfg=dict(type=kind))
 
 
 @pytest.mark.parametrize('name', CASES)
@@ -135,7 +180,7 @@ def test_norms_and_embeddings_are_not_drawn_towards_zero(name):
     )
     decay = {id(p): group['weight_decay'] for group in wrapper.optimizer.param_groups for p in group['params']}
     spared = {id(p) for m in model.modules() if isinstance(m, DTN) for p in m.parameters()}
-    ends = ('pos_embed', 'cls_token', 'cls_pos', 'relative_position_bias_table', 'attention_biases')
+    ends = ('pos_embed', 'cls_token', 'cls_pos', 'relative_position_bias_table', 'attention_biases', 'rpe.position')
     for n, p in model.named_parameters():
         assert (decay[id(p)] == 0) == (p.dim() == 1 or id(p) in spared or n.endswith(ends)), n
 

@@ -114,7 +114,7 @@ def test_class_token_reaches_the_output_and_every_parameter_is_used():
 
 
 @pytest.mark.parametrize(
-    'arch', [pytest.param(arch, marks=[] if arch in ('tiny', 'b0') else pytest.mark.slow) for arch in ARCHS]
+    'arch', [pytest.param(arch, marks=[] if arch in ('tiny', 'b0') else pytest.mark.exhaustive) for arch in ARCHS]
 )
 def test_forward_on_fake_cuda_tensors(arch):
     with FakeTensorMode(), torch.device('cuda'):

@@ -6,7 +6,6 @@ import pickle
 import pytest
 import timm
 import torch
-import torch.nn.functional as F
 from mmdet.models.backbones.swin import SwinTransformer as MMDetectionSwin
 from mmdet.models.backbones.swin import swin_converter
 from mmengine.logging import MMLogger
@@ -17,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mmdtn.analysis import SavedBytes
 from mmdtn.backbones import SwinDTN
-from mmdtn.backbones.swin import ARCHS, _attend
+from mmdtn.backbones.swin import ARCHS
 from mmdtn.checkpoints import from_microsoft_swin, from_mmdet_swin, from_mmpretrain_swin, from_timm_swin
 from mmdtn.norms import DTN
 from mmdtn.norms.dtn import local_start
@@ -234,7 +233,9 @@ def test_outputs_that_are_not_asked_for_leave_no_unused_norm(options):
     assert all(p.grad is not None for p in model.parameters())
 
 
-@pytest.mark.parametrize('arch', ['tiny', *(pytest.param(arch, marks=pytest.mark.slow) for arch in ('small', 'base'))])
+@pytest.mark.parametrize(
+    'arch', ['tiny', *(pytest.param(arch, marks=pytest.mark.exhaustive) for arch in ('small', 'base'))]
+)
 def test_forward_on_fake_cuda_tensors(arch):
     with FakeTensorMode(), torch.device('cuda'):
         model = SwinDTN(arch)
@@ -262,14 +263,6 @@ def test_a_new_size_leaves_nothing_behind():
     assert model.state_dict().keys() == dict(model.named_parameters()).keys()
     with torch.enable_grad():
         model(x)[-1].sum().backward()
-
-
-@torch.no_grad()
-def test_attention_on_cpus_is_torchs():
-    q, k, v = torch.randn(3, 2, 6, 49, 8)
-    bias = torch.randn(1, 6, 49, 49).masked_fill(torch.rand(49, 49) < 0.3, float('-inf'))
-    bias[..., 0] = 0
-    torch.testing.assert_close(_attend(q, k, v, bias), F.scaled_dot_product_attention(q, k, v, attn_mask=bias))
 
 
 @torch.no_grad()
@@ -304,7 +297,7 @@ def test_layernorm_mode_keeps_less_than_mmdetections_for_the_backward_pass():
         with SavedBytes(model) as saved:
             _maps = model(torch.randn(1, 3, 64, 96))
         totals.append(saved.total)
-    assert totals[0] < 0.9 * totals[1]
+    assert totals[0] < 0.95 * totals[1]
 
 
 def test_frozen_stages_hold_still():

@@ -67,6 +67,19 @@ def test_where_dtn_sits_and_where_the_class_token_joins():
     assert grids == [(5, 8), (5, 8), (5, 8), (1, 41)]
 
 
+@pytest.mark.parametrize('cls_from', [0, 1, 3])
+def test_where_the_class_token_is_dtn_normalises_it_alone(cls_from):
+    model = randomised(ViTDTN(**dict(SMALL, dtn_layers=4), cls_from=cls_from))
+    calls = []
+    for block in model.blocks:
+        block.norm2.register_forward_hook(lambda norm, args, y: calls.append((args, y)))
+    model(torch.randn(2, 3, 40, 64))
+    assert [args[0].shape for args, _ in calls] == [(2, 5, 8, 36)] * cls_from + [(2, 41, 36)] * (4 - cls_from)
+    for block, ((x, *where), y) in list(zip(model.blocks, calls, strict=True))[cls_from:]:
+        assert where == [(5, 8), 1]
+        torch.testing.assert_close(y[:, 1:].unflatten(1, (5, 8)), block.norm2(x[:, 1:].unflatten(1, (5, 8))))
+
+
 def test_position_embedding_is_for_patches_only():
     """The class token is the same whatever the position embedding, up to the block that it joins before."""
     model = ViTDTN(**SMALL)
@@ -157,8 +170,7 @@ def test_pretrained_classifier_gives_a_backbone_of_maps_and_logs_what_it_left(tm
         (dict(out_type='raw'), "out_type='raw'.*cls_token.*avg_featmap.*featmap"),
         (dict(out_indices=(12,), out_type='featmap'), 'within 12 blocks'),
         (dict(dtn_layers=13), 'dtn_layers=13'),
-        (dict(dtn_layers=12), 'cannot join before block 12.*avg_featmap'),
-        (dict(cls_from=3), 'cls_from should be 10 or more'),
+        (dict(dtn_layers=12), 'cannot join before block 12.*cls_from=0.*avg_featmap'),
     ],
 )
 def test_options_that_make_no_model(options, words):

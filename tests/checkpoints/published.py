@@ -12,10 +12,12 @@ import timm
 import torch
 from mmdet.models.backbones.pvt import PyramidVisionTransformer, pvt_convert
 from mmdet.models.backbones.swin import SwinTransformer, swin_converter
+from mmpretrain.models.backbones import LeViT, VisionTransformer
 from mmpretrain.models.backbones import SwinTransformer as MMPretrainSwin
 from torch import Tensor, nn
 
 from ..backbones.helpers import randomised
+from ..backbones.test_t2t import mmpretrains as t2t_of_mmpretrain
 
 State = dict[str, Tensor]
 
@@ -163,6 +165,84 @@ def timm_vit() -> Published:
     )
 
 
+def mmpretrain_vit() -> Published:
+    peer = randomised(VisionTransformer('deit-tiny', img_size=224))
+    state = {f'backbone.{key}': value for key, value in peer.state_dict().items()}
+    file = dict(state_dict=state | {'head.layers.head.weight': torch.randn(1000, 192)})
+    backbone = dict(type='ViTDTN', arch='t')
+    return Published(file, lambda x: list(peer(x)), backbone, 't', 'mmpretrain-vit', side=224)
+
+
+def mmpretrain_t2t() -> Published:
+    peer = randomised(t2t_of_mmpretrain(384, 14, 6))
+    state = {f'backbone.{key}': value for key, value in of(peer.state_dict()).items()}
+    file = dict(state_dict=state | {'head.layers.head.weight': torch.randn(1000, 384)})
+    return Published(file, lambda x: list(peer(x)), dict(type='T2TViTDTN'), 't-14', 'mmpretrain-t2t')
+
+
+def t2t() -> Published:
+    """The authors' names of MMPretrain's tensors; their table of positions is in the file."""
+    published = mmpretrain_t2t()
+    state = {}
+    for key, value in published.file['state_dict'].items():
+        for theirs, authors in {
+            'backbone.': '',
+            'encoder.': 'blocks.',
+            'ln1': 'norm1',
+            'ln2': 'norm2',
+            'ffn.layers.0.0': 'mlp.fc1',
+            'ffn.layers.1': 'mlp.fc2',
+            'head.layers.head': 'head',
+        }.items():
+            key = key.replace(theirs, authors)
+        state[key] = value
+    state['pos_embed'] = torch.zeros(1, 197, 384)
+    file = dict(state_dict_ema=state)
+    return Published(file, published.compute, published.backbone, 't-14', 't2t')
+
+
+LEVIT = dict(type='LeViTDTN', norm_cfg=None)
+
+
+def timm_levit() -> Published:
+    peer = randomised(timm.create_model('levit_128s'))  # with two heads
+    return Published(
+        of(peer.state_dict()),
+        lambda x: [peer.forward_head(peer.forward_features(x), pre_logits=True)],
+        LEVIT,
+        '128s',
+        'timm',
+        side=224,
+    )
+
+
+def mmpretrain_levit() -> Published:
+    peer = LeViT('128s', out_indices=(2,))
+    randomised(peer)
+    state = {f'backbone.{key}': value for key, value in of(peer.state_dict()).items()}
+    for name in ('head', 'head_dist'):
+        state |= {f'head.{name}.bn.weight': torch.randn(384), f'head.{name}.linear.weight': torch.randn(1000, 384)}
+    return Published(
+        dict(state_dict=state), lambda x: [peer(x)[0].mean((2, 3))], LEVIT, '128s', 'mmpretrain-levit', side=224
+    )
+
+
+def levit() -> Published:
+    """The authors' names of MMPretrain's tensors, sub-blocks numbered through all stages."""
+    published = mmpretrain_levit()
+    state = {}
+    for key, value in published.file['state_dict'].items():
+        if match := re.fullmatch(r'backbone\.stages\.(\d)\.(\d+)\.(.+)', key):
+            number = (0, 4, 12)[int(match[1])] + int(match[2])  # 2, 3 and 4 blocks, and one in front of the last two
+            rest = match[3].replace('block.', 'm.').replace('linear1.', '0.').replace('linear2.', '2.')
+            key = f'blocks.{number}.{rest.replace("linear.", "c.")}'
+        else:
+            key = key.replace('backbone.patch_embed.', '').replace('.conv.', '.c.')
+            key = key.replace('head.head', 'head').replace('linear.', 'l.')
+        state[key] = value
+    return Published(dict(model=state), published.compute, LEVIT, '128s', 'levit', side=224)
+
+
 AUTHORS = dict(type='DTN', unbiased=True, pool_second_moment=False)
 
 
@@ -264,5 +344,6 @@ def _original_pvt(state: State) -> State:
 
 
 ALL = [
-    pvt, pvt_v2, mmdet_pvt, swin, mmdet_swin, mmpretrain_swin, timm_pvt, timm_swin, timm_vit, dtn_vit, dtn_pvt
+    pvt, pvt_v2, mmdet_pvt, swin, mmdet_swin, mmpretrain_swin, timm_pvt, timm_swin, timm_vit, mmpretrain_vit, dtn_vit,
+    dtn_pvt, t2t, mmpretrain_t2t, levit, timm_levit, mmpretrain_levit,
 ]  # fmt: skip

@@ -209,6 +209,56 @@ def test_bias_tables_resize_only_when_asked():
     assert report.filled[key] == 'resized from (49, 2) to (169, 2)'
 
 
+def test_biases_by_distance_resize_only_when_asked():
+    from mmdtn.backbones import LeViTDTN
+
+    arch = dict(base='128s', depths=(1, 1, 1), widths=(16, 32, 48), key_width=8)
+    small, large = (LeViTDTN(arch, norm_cfg=None, img_size=side) for side in (64, 112))
+    key = 'stages.0.blocks.0.attn.attention_biases'
+    torch.nn.init.normal_(small.get_parameter(key))
+    with pytest.raises(
+        ValueError, match=r'attention_biases is \(4, 16\) in the file, \(4, 49\) in the target .*--resize'
+    ):
+        convert(small.state_dict(), large)
+    state, report = convert(small.state_dict(), large, resize=True)
+    before, after = small.get_parameter(key).view(4, 4, 4), state[key].view(4, 7, 7)
+    torch.testing.assert_close(after[:, ::2, ::2], before, atol=1e-5, rtol=1e-5)  # 0, 1, 2, 3 at 0, 2, 4, 6
+    assert report.filled[key] == 'resized from (4, 16) to (4, 49)'
+    large.load_state_dict(state)
+
+
+@pytest.mark.parametrize('two_heads', [False, True])
+def test_heads_of_levit_and_of_vision_transformers_find_their_names(two_heads):
+    from mmengine.registry import MODELS, DefaultScope
+
+    from . import published
+
+    def classifier(backbone, **head):
+        return MODELS.build(
+            dict(type='mmpretrain.ImageClassifier', backbone=backbone, head=dict(head, num_classes=1000))
+        )
+
+    mine = classifier(published.LEVIT, type='LeViTClsHead', in_channels=384, distillation=two_heads)
+    for make in (published.timm_levit, published.levit):
+        file = make().file
+        file = file.get('model', file)
+        state, report = convert(file, mine)
+        name = 'head.linear.weight' if make is published.timm_levit else 'head.l.weight'
+        assert torch.equal(state['head.head.linear.weight'], file[name])
+        dropped = {key for key in report.dropped if 'bias_idxs' not in key}
+        assert bool(dropped) == (not two_heads) and all('head_dist' in key for key in dropped)
+        if two_heads:
+            assert torch.equal(state['head.head_dist.bn.weight'], file['head_dist.bn.weight'])
+    vit = classifier(dict(type='T2TViTDTN', norm_cfg=dict(type='LN')), type='VisionTransformerClsHead', in_channels=384)
+    linear = classifier(dict(type='T2TViTDTN', norm_cfg=dict(type='LN')), type='LinearClsHead', in_channels=384)
+    for make in (published.t2t, published.mmpretrain_t2t):
+        (file,) = make().file.values()
+        weight = file.get('head.weight', file.get('head.layers.head.weight'))
+        for model, name in ((vit, 'head.layers.head.weight'), (linear, 'head.fc.weight')):
+            assert torch.equal(convert(file, model)[0][name], weight)
+    DefaultScope._instance_dict.clear()
+
+
 def test_a_url_is_fetched_once(tmp_path, monkeypatch):
     folder = tmp_path / 'served'
     folder.mkdir()

@@ -4,6 +4,7 @@ import sys
 
 import pytest
 import torch
+from mmengine.model import PretrainedInit
 from mmengine.registry import MODELS
 
 from tools.model_converters import convert as command
@@ -11,29 +12,41 @@ from tools.model_converters import convert as command
 from . import published
 
 
-def run(monkeypatch, *args):
-    monkeypatch.setattr(sys, 'argv', ['convert.py', *map(str, args)])
-    command.main()
-
-
-@pytest.mark.parametrize('make', published.ALL, ids=lambda make: make.__name__)
 @pytest.mark.slow
-@pytest.mark.parametrize('way', ['command', 'init_cfg'])
+@pytest.mark.parametrize('make', published.ALL, ids=lambda make: make.__name__)
 @torch.no_grad()
-def test_outputs_are_the_peers(make, way, tmp_path, monkeypatch, capsys):
+def test_outputs_are_the_peers(make, tmp_path, monkeypatch, capsys):
+    """Read by ``init_cfg`` as it is, and as the command has converted it."""
     torch.manual_seed(0)
     peer = make()
-    source, out = tmp_path / 'theirs.pth', tmp_path / 'ours.pth'
+    source, converted = tmp_path / 'theirs.pth', tmp_path / 'ours.pth'
     torch.save(peer.file, source)
-    if way == 'init_cfg':
-        out = source
-    else:
-        run(monkeypatch, source, '--to', peer.to, '--out', out, '--from', peer.said)
-        assert 'keeps its own start' not in capsys.readouterr().out
-    cfg = dict(dict(norm_cfg=dict(type='LN')) | peer.backbone, init_cfg=dict(type='Pretrained', checkpoint=str(out)))
-    ours = MODELS.build(cfg)
-    ours.init_weights()
-    ours.eval()
+    arguments = [source, '--to', peer.to, '--out', converted, '--from', peer.said]
+    monkeypatch.setattr(sys, 'argv', ['convert.py', *map(str, arguments)])
+    command.main()
+    assert 'keeps its own start' not in capsys.readouterr().out
+    ours = MODELS.build(dict(norm_cfg=dict(type='LN')) | peer.backbone).eval()
     x = torch.randn(2, 3, peer.side, peer.side)
-    for got, want in zip(ours(x), peer.compute(x), strict=True):
-        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+    expected = peer.compute(x)
+    for path in (source, converted):
+        ours.apply(blank)
+        ours.init_cfg = dict(type='Pretrained', checkpoint=str(path))
+        ours.init_weights()
+        for got, want in zip(ours(x), expected, strict=True):
+            torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+
+
+def blank(module):
+    for parameter in module.parameters(recurse=False):
+        parameter.fill_(torch.nan)
+
+
+@pytest.mark.parametrize('kind', ['Pretrained', 'mmengine.Pretrained', PretrainedInit])
+def test_init_cfg_knows_the_format_however_its_type_is_named(kind, tmp_path):
+    """mmengine's own loading would find none of timm's names in the model, and leave it as it is."""
+    peer = published.timm_pvt()
+    torch.save(peer.file, tmp_path / 'theirs.pth')
+    init_cfg = dict(type=kind, checkpoint=str(tmp_path / 'theirs.pth'))
+    ours = MODELS.build(dict(peer.backbone, norm_cfg=dict(type='LN'), init_cfg=init_cfg))
+    ours.init_weights()
+    assert any(torch.equal(ours.stages[0].blocks[0].attn.q.weight, value) for value in peer.file.values())

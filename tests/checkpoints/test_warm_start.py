@@ -7,7 +7,7 @@ import torch
 from mmengine.config import Config
 from mmengine.registry import MODELS
 
-from mmdtn.backbones import PVTDTN, SwinDTN
+from mmdtn.backbones import PVTDTN, LeViTDTN, SwinDTN, T2TViTDTN, ViTDTN
 from mmdtn.checkpoints import convert
 from mmdtn.norms import DTN
 from mmdtn.norms.dtn import local_start
@@ -25,6 +25,17 @@ WARM = {
         dict(arch=dict(PVT, base='b0'), norm_cfg=dict(type='DTN', prenorm=False, eps=1e-6)),
     ),
     'swin': (SwinDTN, dict(arch='tiny'), dict(arch='tiny', norm_cfg=dict(type='DTN', prenorm=False))),
+    'vit': (ViTDTN, dict(arch='t'), dict(arch='t', norm_cfg=dict(type='DTN', prenorm=False, eps=1e-6), cls_from=0)),
+    'levit': (
+        LeViTDTN,
+        dict(arch='128s', img_size=(96, 128)),
+        dict(arch='128s', img_size=(96, 128), norm_cfg=dict(type='DTN', prenorm=False)),
+    ),
+    't2t': (
+        T2TViTDTN,
+        dict(arch='t-14'),
+        dict(arch='t-14', norm_cfg=dict(type='DTN', prenorm=False), dtn_layers=14, cls_from=0),
+    ),
 }
 
 
@@ -54,6 +65,51 @@ def test_outputs_stay(kind):
                 torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
             assert (got - expected).norm() <= tolerance * expected.norm()
             assert start == 1 or not torch.equal(got, expected)
+
+
+@pytest.mark.parametrize('dtn_layers', [10, 12])
+@pytest.mark.parametrize('make', [published.timm_vit, published.mmpretrain_vit], ids=['timm', 'mmpretrain'])
+@torch.no_grad()
+def test_outputs_of_published_vit_stay(make, dtn_layers):
+    peer, x = make(), torch.randn(1, 3, 224, 224)
+    (want,) = peer.compute(x)
+    options = dict(norm_cfg=dict(type='DTN', prenorm=False, eps=1e-6), dtn_layers=dtn_layers)
+    for start in (1.0, 0.999):
+        model = ViTDTN('t', **options, cls_from=0).eval()
+        state, report = convert(peer.file.get('state_dict', peer.file), model, warm_start=start)
+        assert report.kept == [] and len(report.filled) == 3 * 2 * dtn_layers
+        model.load_state_dict(state)
+        (got,) = model(x)
+        if start == 1:
+            torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+        assert (start == 1 or not torch.equal(got, want)) and (got - want).norm() <= 1e-2 * want.norm()
+    if dtn_layers == 10:
+        with pytest.raises(ValueError, match=r'takes it before block 10.*cls_from=0'):
+            convert(peer.file.get('state_dict', peer.file), ViTDTN('t', **options), warm_start=0.999)
+
+
+@pytest.mark.parametrize('make', [published.t2t, published.mmpretrain_t2t], ids=['authors', 'mmpretrain'])
+@torch.no_grad()
+def test_outputs_of_published_t2t_stay(make):
+    peer, x = make(), torch.randn(1, 3, 96, 96)
+    (want,) = peer.compute(x)
+    (state,) = peer.file.values()
+    for start in (1.0, 0.999):
+        model = T2TViTDTN('t-14', norm_cfg=dict(type='DTN', prenorm=False), cls_from=0).eval()
+        converted, report = convert(state, model, warm_start=start)
+        assert report.kept == [] and len(report.filled) == 3 * 2 * 10
+        model.load_state_dict(converted)
+        (got,) = model(x)
+        if start == 1:
+            torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+        assert (start == 1 or not torch.equal(got, want)) and (got - want).norm() <= 1e-2 * want.norm()
+
+
+def test_levit_has_no_norm_that_dtn_could_start_from():
+    file = published.levit().file['model']
+    for norm in ('DTN', 'LN'):
+        with pytest.raises(ValueError, match=r'levit files have no norm in front.*norm_cfg=None'):
+            convert(file, LeViTDTN('128s', norm_cfg=dict(type=norm)), warm_start=0.999 if norm == 'DTN' else None)
 
 
 def test_the_lambdas_can_be_learned_from_there():

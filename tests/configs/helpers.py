@@ -4,6 +4,7 @@ import copy
 import functools
 from pathlib import Path
 
+import pytest
 import torch
 from mmengine.config import Config
 from mmengine.optim import build_optim_wrapper
@@ -15,6 +16,12 @@ from torch import nn
 from mmdtn.norms import DTN
 
 read = functools.cache(Config.fromfile)  # for many tests of one config
+
+
+def costly(names: list[str], cheap: tuple[str, ...]) -> list:
+    """Parameters of a test that `make test` runs for the ``cheap`` ones, and `make test-all` for all."""
+    assert {*cheap} <= {*names}
+    return [name if name in cheap else pytest.param(name, marks=pytest.mark.exhaustive) for name in names]
 
 
 def load(path: Path) -> Config:
@@ -58,6 +65,26 @@ def classifier_trains_a_step_and_infers(path: Path, side: int = 64) -> None:
     assert bool([m for m in model.backbone.modules() if isinstance(m, DTN)]) == ('-dtn' in path.name)
 
 
+def is_a_sibling_with_another_backbone(path: Path, tested: Path) -> None:
+    """The rest of the detector is that of ``tested``, and its neck takes what the backbone gives."""
+    cfg, sibling = load(path), load(tested)
+    with torch.device('meta'):
+        backbone, neck = MODELS.build(cfg.model.backbone), MODELS.build(cfg.model.neck)
+        assert len(neck(backbone(torch.zeros(1, 3, 64, 96)))) == cfg.model.neck.num_outs
+    assert any(isinstance(m, DTN) for m in backbone.modules()) == ('-dtn' in path.name)
+    for c in (cfg, sibling):
+        del c.model['backbone'], c.model.neck['in_channels']
+    assert cfg.model == sibling.model
+
+
+def parts_of_the_classifier_fit(path: Path) -> None:
+    cfg = load(path)
+    with torch.device('meta'):
+        model = MODELS.build(cfg.model)
+        assert model.head(model.backbone(torch.zeros(1, 3, 64, 64))).shape == (1, 1000)
+    assert any(isinstance(m, DTN) for m in model.modules()) == ('-dtn' in path.name)
+
+
 def image_and_objects(height: int, width: int):
     from mmdet.structures import DetDataSample
     from mmdet.structures.mask import BitmapMasks
@@ -98,6 +125,7 @@ def weight_decay_of_each_parameter(model: nn.Module, optim_wrapper: dict) -> dic
 
 def added_flops(with_dtn: Path, with_ln: Path, side: int = 224) -> float:
     """The share of FLOPs that DTN adds at ``side`` pixels."""
-    from tools.analysis_tools.get_flops import count
+    from tools.analysis_tools.get_flops import build, count
 
-    return count(str(with_dtn), (side, side))[0] / count(str(with_ln), (side, side))[0] - 1
+    flops, without = (count(build(str(config)), (side, side))[0] for config in (with_dtn, with_ln))
+    return flops / without - 1

@@ -6,6 +6,7 @@ import pytest
 import torch
 from mmengine.config import Config
 from mmengine.dataset import pseudo_collate
+from mmengine.optim import build_optim_wrapper
 from mmengine.registry import DATASETS, MODELS, init_default_scope
 from mmengine.utils import import_modules_from_strings
 from torch import nn
@@ -66,3 +67,22 @@ def test_it_trains_a_step_on_generated_pictures_and_infers(cfg, tmp_path):
         (result,) = model.test_step(pseudo_collate([test[0]]))
     assert result.pred_instances.masks.shape[1:] == result.ori_shape
     assert len(result.gt_instances) > 0, 'the truth comes along, to be drawn beside'
+
+
+def test_what_all_places_share_does_not_drown_what_tells_them_apart(cfg):
+    """Otherwise the box head gives one answer to all boxes for hundreds of steps, as many as the seed wants."""
+    neck = MODELS.build(cfg.model.neck)
+    neck.init_weights()
+    shared = 5 * torch.randn(1, 160, 1, 1)
+    maps = [torch.randn(2, c, s, s) + shared[:, :c] for c, s in zip(cfg.widths, (40, 20, 10, 5), strict=True)]
+    for out in neck(maps):
+        assert out.mean((2, 3)).abs().max() < 1e-4 and out.std((2, 3)).min() > 0.9
+
+
+def test_the_box_heads_first_layer_takes_small_steps(cfg):
+    """Its 3136 inputs move together."""
+    model = MODELS.build(cfg.model)
+    groups = build_optim_wrapper(model, cfg.optim_wrapper).param_groups
+    first = model.roi_head.bbox_head.shared_fcs[0].weight
+    (rate,) = {group['lr'] for group in groups for p in group['params'] if p is first}
+    assert rate * first.shape[1] < 0.5 and {group['lr'] for group in groups} == {rate, cfg.optim_wrapper.optimizer.lr}

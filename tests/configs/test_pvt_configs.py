@@ -10,20 +10,31 @@ from mmdtn.norms import DTN
 from .helpers import (
     added_flops,
     classifier_trains_a_step_and_infers,
+    costly,
     detector_trains_a_step_and_infers,
+    is_a_sibling_with_another_backbone,
     load,
+    parts_of_the_classifier_fit,
     weight_decay_of_each_parameter,
 )
 
 ROOT = Path(__file__).parents[2] / 'configs' / 'pvt'
 DETECTION = sorted(p.name for p in ROOT.glob('*_coco.py'))
 IMAGENET = sorted(p.name for p in ROOT.glob('*_in1k.py'))
+SINGLE_SCALE = [name for name in DETECTION if '_ms-' not in name]
+RETINANET, MASK_RCNN = (f'{kind}_pvt-t-dtn_fpn_1x_coco.py' for kind in ('retinanet', 'mask-rcnn'))
+CLASSIFIERS = ('pvt-t-dtn_8xb128_in1k.py', 'pvt-t_8xb128_in1k.py', 'pvtv2-b3-dtn_8xb128_in1k.py')
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('name', [name for name in DETECTION if '_ms-' not in name])
+@pytest.mark.parametrize('name', costly(SINGLE_SCALE, cheap=(RETINANET, MASK_RCNN, RETINANET.replace('-t', 'v2-b0'))))
 def test_detector_trains_a_step_and_infers(name):
     detector_trains_a_step_and_infers(ROOT / name)
+
+
+@pytest.mark.parametrize('name', SINGLE_SCALE)
+def test_detectors_differ_in_the_backbone_alone(name):
+    is_a_sibling_with_another_backbone(ROOT / name, ROOT / (RETINANET if name.startswith('retinanet') else MASK_RCNN))
 
 
 @pytest.mark.slow
@@ -57,9 +68,14 @@ def test_detection_recipe(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('name', IMAGENET)
+@pytest.mark.parametrize('name', costly(IMAGENET, cheap=CLASSIFIERS))
 def test_classifier_trains_a_step_and_infers(name):
     classifier_trains_a_step_and_infers(ROOT / name)
+
+
+@pytest.mark.parametrize('name', IMAGENET)
+def test_parts_of_a_classifier_fit(name):
+    parts_of_the_classifier_fit(ROOT / name)
 
 
 @pytest.mark.parametrize(
@@ -82,10 +98,7 @@ def test_no_weight_decay_on_dtn_norms_and_embeddings(name):
     ('name', 'limit'),
     [
         ('t', 0.015),
-        ('s', 0.025),
-        pytest.param('m', 0.025, marks=pytest.mark.exhaustive),
-        pytest.param('l', 0.025, marks=pytest.mark.exhaustive),
-        ('v2-b3', 0.025),
+        *(pytest.param(name, 0.025, marks=pytest.mark.exhaustive) for name in ('s', 'm', 'l', 'v2-b3')),
     ],
 )
 def test_flops_that_dtn_adds(name, limit):

@@ -38,8 +38,9 @@ def coco(data, request, capsys):
 
 
 @pytest.mark.slow
-def test_same_seed_same_bytes_in_another_process_and_place(data, tmp_path):
-    command = [sys.executable, CONVERTER, tmp_path / 'deeper' / 'copy', '--train', '60', '--val', '12']
+def test_same_seed_same_bytes_in_another_process_and_place(tmp_path):
+    data = write_coco(tmp_path / 'here', train=6, val=3)
+    command = [sys.executable, CONVERTER, tmp_path / 'deeper' / 'copy', '--train', '6', '--val', '3']
     subprocess.run(command, check=True, cwd=tmp_path, env=dict(os.environ, PYTHONHASHSEED='7', OMP_NUM_THREADS='2'))
     assert digests(tmp_path / 'deeper' / 'copy') == digests(data)
     assert [p.name for p in (tmp_path / 'deeper').iterdir()] == ['copy'], 'nothing temporary is left'

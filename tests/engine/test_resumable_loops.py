@@ -1,8 +1,10 @@
 import pytest
 import torch
+from torch import nn
 from torch.utils.data import BatchSampler, Sampler
 
 from mmdtn.engine import NumberedBatchSampler
+from tests.engine import toy
 from tests.engine.toy import train
 
 BY_ITERATION = dict(type='ResumableIterLoop', max_iters=14)
@@ -150,3 +152,19 @@ def test_an_iteration_loop_goes_through_a_finite_sampler_again_and_again(tmp_pat
 def test_an_iteration_loop_without_a_full_batch_ends():
     sampler = Shapes([0])
     assert list(NumberedBatchSampler(sampler, 2, dict(type=BatchSampler, drop_last=True), endless=True)) == []
+
+
+def test_mmpretrains_precise_bn_hook_averages_an_epoch(tmp_path, monkeypatch):
+    """It reads the loader's batch size, which torch leaves out beside a batch sampler."""
+    from mmpretrain.engine.hooks import PreciseBNHook
+
+    class WithBatchNorm(toy.Toy):
+        def __init__(self):
+            super().__init__()
+            self.layers.insert(0, nn.BatchNorm1d(4))
+
+    monkeypatch.setattr(toy, 'Toy', WithBatchNorm)
+    runner, _ = train(tmp_path, hooks=[PreciseBNHook(num_samples=10)])
+    assert runner.train_dataloader.batch_size == 2
+    # The index of a sample, 0 to 9, and a number between 0 and 1; the running mean would have come to 4.
+    assert runner.model.layers[0].running_mean[0].item() == pytest.approx(5, abs=0.3)

@@ -36,7 +36,7 @@ def run_steps(norm: nn.Module, steps: list) -> list[Tensor]:
 def in_two_processes(norms: dict[str, nn.Module], halves: list[list]) -> list[dict]:
     """What ``run_steps`` gives each process for its half, with the state after it."""
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_process, (folder, norms, halves), nprocs=2)
+        mp.start_processes(_process, (folder, norms, halves), nprocs=2, start_method='fork')  # nothing to import again
         return [torch.load(Path(folder) / f'{rank}.pt') for rank in range(2)]
 
 

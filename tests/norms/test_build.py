@@ -3,22 +3,36 @@
 import pytest
 import torch
 from mmcv.cnn.bricks.norm import build_norm_layer  # noqa: F401  # registers MM's channels-first norms under short names
+from mmengine.registry import MODELS
+from mmpretrain.models.utils import LayerNorm2d
 from torch import nn
 
-from mmdtn.backbones import PVTDTN, SwinDTN, ViTDTN
+import mmdtn.backbones
 from mmdtn.norms import DTN, Place, build_norm
 
-BACKBONES = {PVTDTN: 'tiny', SwinDTN: 'tiny', ViTDTN: 't'}
+from ..backbones.test_all import CASES
+
+BACKBONES = ['pvt', 'swin', 'vit', 't2t', 'levit']
+
+
+def test_no_backbone_is_left_out():
+    assert {CASES[name].backbone.__name__ for name in BACKBONES} == {*mmdtn.backbones.__all__}
+
+
+def build(name, **norm_cfg):
+    """A small backbone, as a config names it."""
+    case = CASES[name]
+    return MODELS.build(dict(case.options, type=case.backbone.__name__, norm_cfg=norm_cfg))
 
 
 @pytest.mark.parametrize('kind', ['DTN', 'mmengine.DTN', DTN])
-@pytest.mark.parametrize('backbone', BACKBONES)
-def test_each_way_of_naming_a_type_builds_the_same_layers(backbone, kind):
-    def layers(norm_cfg):
-        return [repr(m) for m in backbone(BACKBONES[backbone], norm_cfg=norm_cfg).modules() if isinstance(m, DTN)]
+@pytest.mark.parametrize('name', BACKBONES)
+def test_each_way_of_naming_a_type_builds_the_same_layers(name, kind):
+    def layers(**norm_cfg):
+        return [repr(m) for m in build(name, **norm_cfg).modules() if isinstance(m, DTN)]
 
-    assert layers(dict(type=kind, prenorm=False)) == layers(dict(type='DTN', prenorm=False)) != []
-    assert all('num_heads=' in layer for layer in layers(dict(type=kind)))
+    assert layers(type=kind, prenorm=False) == layers(type='DTN', prenorm=False) != []
+    assert any('num_heads=' in layer for layer in layers(type=kind))
 
 
 def test_a_norm_takes_from_its_place_what_its_config_leaves_out():
@@ -31,10 +45,35 @@ def test_a_norm_takes_from_its_place_what_its_config_leaves_out():
 
 
 @pytest.mark.parametrize('kind', ['BN2d', 'IN2d', nn.BatchNorm2d, nn.GroupNorm, nn.InstanceNorm2d])
-@pytest.mark.parametrize('backbone', BACKBONES)
-def test_channels_first_norms_are_refused_when_the_model_is_built(backbone, kind):
+@pytest.mark.parametrize('name', BACKBONES)
+def test_channels_first_norms_are_refused_when_the_model_is_built(name, kind):
     with pytest.raises(ValueError, match='channels last'):
-        backbone(BACKBONES[backbone], norm_cfg=dict(type=kind))
+        build(name, type=kind)
+
+
+class Broadcast(nn.Module):
+    """Of the second dimension; no shape of an input is an error."""
+
+    def __init__(self, channels):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(channels))
+
+    def forward(self, x):
+        return self.weight[:, None, None] * x
+
+
+class Last(Broadcast):
+    def forward(self, x):
+        return self.weight * x
+
+
+@pytest.mark.parametrize('kind', [LayerNorm2d, Broadcast])
+def test_other_peoples_channels_first_norms_are_refused_too(kind):
+    with pytest.raises(ValueError, match=rf'{kind.__name__} takes B x C x H x W, .* channels last'):
+        build_norm(dict(type=kind), 8)
+    assert build_norm(dict(type=Last), 8).training
+    with torch.device('meta'):
+        assert build_norm(dict(type=Last), 8).weight.device.type == 'meta'
 
 
 def test_an_unknown_type_is_named():

@@ -132,7 +132,8 @@ def test_gradients(pool_size, prenorm, options):
     def run(x, *values):
         return torch.func.functional_call(layer, dict(zip(names, values, strict=True)), (x,))
 
-    assert torch.autograd.gradcheck(run, (x, *(p.detach().clone().requires_grad_() for p in parameters)))
+    inputs = (x, *(p.detach().clone().requires_grad_() for p in parameters))
+    assert torch.autograd.gradcheck(run, inputs, fast_mode=True)  # along random directions, not entry by entry
 
 
 def test_gradients_of_a_matrix_sized_grid_agree_with_autograd_through_the_equations():
@@ -206,6 +207,56 @@ def test_flat_tokens_and_maps_with_channels_first():
     first.load_state_dict(layer.state_dict())
     assert torch.equal(first(x.permute(0, 3, 1, 2).contiguous()), y.permute(0, 3, 1, 2))
     assert torch.equal(layer(x.transpose(1, 2).contiguous().transpose(1, 2)), y), 'any strides'
+
+
+@pytest.mark.parametrize('number', [1, 5])
+@pytest.mark.parametrize(
+    'options',
+    [
+        dict(prenorm=False),
+        dict(prenorm=False, affine=False),
+        dict(),
+        dict(unbiased=True, pool_second_moment=False),
+        dict(mix_mean=False, var_lambda=0.0, position='uniform'),
+    ],
+)
+def test_prefix_tokens_are_normalised_as_if_lambdas_were_one(options, number):
+    layer = randomised(DTN(12, 3, 2, **options))
+    fixed = DTN(12, 3, 2, **dict(options, mean_lambda=1, var_lambda=1) | dict(mix_mean=True))
+    fixed.load_state_dict(layer.state_dict(), strict=False)
+    x = torch.randn(2, number + 35, 12) * 2 + 1
+    y = layer(x, hw_shape=(5, 7), num_prefix_tokens=number)
+    assert torch.equal(y[:, number:], layer(x[:, number:], hw_shape=(5, 7))), 'they are not in P'
+    for i in range(number):
+        torch.testing.assert_close(y[:, i, None, None], fixed(x[:, i, None, None]), rtol=1e-6, atol=1e-6)
+    if options == dict(prenorm=False):
+        expected = nn.functional.layer_norm(x[:, :number], (12,), layer.weight, layer.bias, layer.settings.eps)
+        torch.testing.assert_close(y[:, :number], expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize('prenorm', [True, False])
+def test_gradients_with_prefix_tokens(prenorm):
+    layer = randomised(DTN(6, 3, 2, prenorm=prenorm)).double()
+    names, parameters = zip(*layer.named_parameters(), strict=True)
+    x = torch.randn(2, 2 + 12, 6, dtype=torch.float64, requires_grad=True)
+
+    def run(x, *values):
+        return torch.func.functional_call(layer, dict(zip(names, values, strict=True)), (x, (3, 4), 2))
+
+    assert torch.autograd.gradcheck(run, (x, *(p.detach().clone().requires_grad_() for p in parameters)))
+
+
+@pytest.mark.parametrize('back_end', ['', 'reference'])
+def test_gradients_of_prefix_tokens_are_layernorms(back_end, monkeypatch):
+    monkeypatch.setenv('MMDTN_BACKEND', back_end)
+    layer, norm = randomised(DTN(12, 3, prenorm=False)), nn.LayerNorm(12)
+    norm.load_state_dict({'weight': layer.weight, 'bias': layer.bias})
+    x, upstream = torch.randn(2, 1 + 20, 12, requires_grad=True), torch.randn(2, 1, 12)
+    got = torch.autograd.grad(layer(x, (4, 5), 1)[:, :1], [x, *layer.parameters()], upstream)
+    want = torch.autograd.grad(norm(x)[:, :1], [x, *norm.parameters()], upstream)
+    for one, other in zip(got, want, strict=False):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+    assert all((grad == 0).all() for grad in got[3:]), 'nothing of it reaches lambdas and P'
 
 
 def test_dense_p_of_the_reference_is_a_distribution():

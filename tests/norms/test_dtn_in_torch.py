@@ -6,6 +6,9 @@ import warnings
 
 import pytest
 import torch
+from torch import nn
+from torch._dynamo.testing import CompileCounter
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mmdtn.norms import DTN, DTN2d
 
@@ -101,7 +104,7 @@ def test_arguments_that_make_no_layer(options, words):
 @pytest.mark.parametrize(
     ('shape', 'hw_shape', 'words'),
     [
-        ((2, 197, 8), (14, 14), '197.*class token'),
+        ((2, 197, 8), (14, 14), '196 tokens, but got 197 .*class token.*: num_prefix_tokens=1'),
         ((2, 196, 8), None, 'hw_shape'),
         ((2, 196, 8), (14, 13), 'has 182 tokens, but got 196'),
         ((2, 4, 4, 7), None, '8 channels.*2 x 4 x 4 x 7'),
@@ -114,6 +117,66 @@ def test_arguments_that_make_no_layer(options, words):
 def test_input_that_fits_no_grid(shape, hw_shape, words):
     with pytest.raises(ValueError, match=words):
         DTN(8, 2)(torch.randn(shape), hw_shape)
+
+
+@pytest.mark.parametrize(
+    ('shape', 'hw_shape', 'number', 'words'),
+    [
+        ((2, 197, 8), (14, 14), 2, '196 tokens, and there are 2 in front of them, but got 197.*num_prefix_tokens=1'),
+        ((2, 195, 8), (14, 14), 1, 'but got 195 in 2 x 195 x 8.$'),
+        ((2, 196, 8), (7, 7), 0, 'has 49 tokens, but got 196 in 2 x 196 x 8.$'),
+        ((2, 196, 8), (14, 14), -1, 'num_prefix_tokens=-1: .*from 0 on'),
+        ((2, 5, 7, 8), None, 1, 'num_prefix_tokens=1 is for flat tokens .*2 x 5 x 7 x 8'),
+    ],
+)
+def test_prefix_tokens_that_do_not_fit(shape, hw_shape, number, words):
+    with pytest.raises(ValueError, match=words):
+        DTN(8, 2)(torch.randn(shape), hw_shape, number)
+
+
+@pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16])
+def test_prefix_tokens_under_autocast_and_as_fake_tensors(dtype):
+    layer, x = randomised(DTN(16, 4, 2)), torch.randn(2, 1 + 20, 16)
+    plain = layer(x, (4, 5), 1)
+    with torch.autocast('cpu', dtype=torch.bfloat16):
+        y = layer(x.to(dtype), (4, 5), 1)
+    assert y.dtype == dtype
+    torch.testing.assert_close(y.float(), plain, rtol=2e-2, atol=2e-2 if dtype == torch.bfloat16 else 1e-6)
+    with FakeTensorMode(), torch.device('cuda'):
+        y = DTN(16, 4, 2)(torch.randn(2, 21, 16, dtype=dtype), (4, 5), 1)
+        assert (y.device.type, y.shape, y.dtype) == ('cuda', (2, 21, 16), dtype)
+
+
+class AroundAGrid(nn.Module):
+    """Tokens of a map behind a class token, as a model makes them."""
+
+    def __init__(self):
+        super().__init__()
+        self.token = nn.Parameter(torch.randn(1, 1, 12))
+        self.norm = randomised(DTN(12, 3, 2))
+
+    def forward(self, image):
+        tokens = torch.cat((self.token.expand(len(image), -1, -1), image.flatten(1, 2)), 1)
+        return self.norm(tokens, image.shape[1:3], 1)
+
+
+def test_prefix_tokens_compile_to_one_graph_for_all_sizes():
+    torch._dynamo.reset()
+    model, counter = AroundAGrid(), CompileCounter()
+    compiled = torch.compile(model, backend=counter, fullgraph=True)
+    for height, width in ((5, 6), (8, 7), (9, 12)):
+        x = torch.randn(2, height, width, 12)
+        torch.testing.assert_close(compiled(x), model(x))
+    assert counter.frame_count == 2, 'one graph for the first size, one for all others'
+
+
+@pytest.mark.slow
+def test_prefix_tokens_export_with_open_sizes():
+    model, (height, width) = AroundAGrid(), (torch.export.Dim(name, min=4, max=64) for name in ('height', 'width'))
+    program = torch.export.export(model, (torch.randn(2, 5, 6, 12),), dynamic_shapes=({1: height, 2: width},))
+    assert 'mmdtn' not in str(program.graph)
+    x = torch.randn(2, 9, 4, 12)
+    torch.testing.assert_close(program.module()(x), model(x), rtol=1e-5, atol=1e-5)
 
 
 def test_input_that_is_not_floating_and_maps_for_dtn2d():

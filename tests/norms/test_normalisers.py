@@ -293,6 +293,10 @@ def test_errors_name_what_came_and_what_is_wanted(name):
         (dict(type='UN', warmup_iters=3), 'warmup_iters=3.*window=4'),
         (dict(type='UN', grad_window=0), 'grad_window=0'),
         (dict(type='PRepBN', taper_iters=0), 'taper_iters=0.*RepBN'),
+        (dict(type='FeatureNorm', num_heads=5), 'num_heads=5 does not divide'),
+        (dict(type='FeatureNorm', branches=('zscore', 'mean')), "branches=.*mean.*'minmax'"),
+        (dict(type='FeatureNorm', branches=()), 'branches=.*zscore'),
+        (dict(type='FeatureNorm', taper_iters=-1), 'taper_iters=-1'),
     ],
 )
 def test_options_that_make_no_layer(cfg, words):
@@ -343,7 +347,7 @@ def test_an_overflowing_gradient_leaves_the_averages_as_they_are(name):
 def test_two_processes_compute_what_one_does():
     """Seven steps, past the warm-up, of five images: three in one process and two in the other."""
     norms = {n: make(n).double() for n in NORMS if hasattr(make(n), 'sync')}
-    assert {*norms} >= {'SN', 'PowerNorm', 'UN'}
+    assert {*norms} >= {'SN', 'PowerNorm', 'UN', 'FeatureNorm'}
     steps = random_steps(7, (5, 3, 4, C))
     halves = [[[t[part] for t in step] for step in steps] for part in (slice(0, 3), slice(3, 5))]
     found = in_two_processes(norms, halves)

@@ -15,6 +15,7 @@ from mmdtn.norms import (
     UN,
     Derf,
     DyT,
+    FeatureNorm,
     PowerNorm,
     PRepBN,
     RepBN,
@@ -99,14 +100,26 @@ def test_is_its_formula_and_torchs_own_layer(norm, formula):
 
 
 def test_starts():
-    for norm in (TokenIN(4), TokenGN(4), DyT(4), Derf(4), SN(4), PowerNorm(4), UN(4), TokenBN(4).bn):
+    for norm in (TokenIN(4), TokenGN(4), DyT(4), Derf(4), SN(4), PowerNorm(4), UN(4), FeatureNorm(4), TokenBN(4).bn):
         assert torch.equal(norm.weight, torch.ones(4)) and torch.equal(norm.bias, torch.zeros(4))
     assert torch.equal(ScaleNorm(4).weight, torch.full((4,), 2.0))
     assert torch.equal(ScaleNorm(4, per_channel=False).weight, torch.full((1,), 2.0))
     assert torch.equal(RMSNorm(4).weight, torch.ones(4))
     assert (DyT(4).alpha, Derf(4).alpha, Derf(4).shift, RepBN(4).eta) == (0.5, 0.5, 0, 1)
-    sizes = dict(SN=2 * 12 + 6, PowerNorm=24, UN=24, DyT=25, Derf=26, RepBN=25, PRepBN=49, ScaleNorm=12, RMSNorm=12)
-    for kind in (SN, PowerNorm, UN, DyT, Derf, RepBN, PRepBN, ScaleNorm, RMSNorm):
+    assert torch.equal(FeatureNorm(4, num_heads=2).mix, torch.tensor([[2.0, 0, 0]] * 2))
+    sizes = dict(
+        SN=2 * 12 + 6,
+        PowerNorm=24,
+        UN=24,
+        DyT=25,
+        Derf=26,
+        RepBN=25,
+        PRepBN=49,
+        ScaleNorm=12,
+        RMSNorm=12,
+        FeatureNorm=27,
+    )
+    for kind in (SN, PowerNorm, UN, DyT, Derf, RepBN, PRepBN, ScaleNorm, RMSNorm, FeatureNorm):
         assert sum(p.numel() for p in kind(12).parameters()) == sizes[kind.__name__]
 
 
@@ -198,7 +211,14 @@ def test_prepbn_goes_from_layernorm_to_repbn():
     assert norm.count == 6
 
 
-AFFINE = [TokenBN(C), RepBN(C), PRepBN(C, taper_iters=2), UN(C, warmup_iters=4)]
+AFFINE = [
+    TokenBN(C),
+    RepBN(C),
+    PRepBN(C, taper_iters=2),
+    UN(C, warmup_iters=4),
+    FeatureNorm(C, num_heads=3),
+    FeatureNorm(C, taper_iters=2),
+]
 
 
 @pytest.mark.parametrize('norm', AFFINE, ids=lambda n: type(n).__name__)

@@ -3,9 +3,9 @@
 import torch
 from hypothesis import strategies as st
 
-from mmdtn.ops import Settings
+from mmdtn.ops import Settings, Tensors
 
-NAMES = ('y', 'x', 'weight', 'bias', 'mean_lambda', 'var_lambda', 'position')
+NAMES = ('y', *Tensors._fields)
 
 
 @st.composite
@@ -40,7 +40,7 @@ def random_tensors(shape, heads, seed=0):
 
 def results(function, tensors, upstream, s):
     """The output and all gradients, by name."""
-    y = function(*tensors, s)
+    y = function(Tensors(*tensors), s)
     gradients = torch.autograd.grad(y, tensors, upstream.to(y.dtype), materialize_grads=True)
     return dict(zip(NAMES, (y.detach(), *gradients), strict=True))
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import settings as run
 from hypothesis import strategies as st
 
-from mmdtn.ops import Settings, dtn, dtn_cpu, reference
+from mmdtn.ops import Settings, Tensors, dtn, dtn_cpu, reference
 
 from .settings import in_float64, random_tensors, relative_error, results, settings
 
@@ -125,7 +125,7 @@ def test_a_token_that_is_not_finite_spoils_its_own_image_and_no_other():
     tensors, _ = random_tensors((2, 9, 8, 16), 2)
     with torch.no_grad():
         tensors[0][0, 3, 3, 5] = float('nan')
-    y = dtn(*tensors, Settings(2))
+    y = dtn(Tensors(*tensors), Settings(2))
     assert y[0, 3, 3].isnan().all() and y[1].isfinite().all()
 
 

@@ -7,13 +7,13 @@ the arithmetic. It has to be chosen before the kernels are defined, so these tes
 import os
 import subprocess
 import sys
+import textwrap
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mmdtn.ops import dtn_triton, reference
-from mmdtn.ops.reference import Settings
+from mmdtn.ops import Settings, Tensors, dtn_triton, reference
 
 pytest.importorskip('triton')
 INTERPRETED = os.environ.get('TRITON_INTERPRET') == '1'
@@ -66,18 +66,18 @@ def tensors(B, H, W, C, K, dtype, offset=0.0):
     weight, bias = torch.randn(2, C, generator=generator)
     mean_lambda, var_lambda = torch.rand(2, K, generator=generator)
     position = torch.randn(K, 3, generator=generator) * 0.3
-    return grad, (x, weight, bias, mean_lambda, var_lambda, position)
+    return grad, Tensors(x, weight, bias, mean_lambda, var_lambda, position)
 
 
 def expected(grad, inputs, s):
-    y, pull_back = torch.func.vjp(lambda *t: reference.dtn(*t, s), *(t.double() for t in inputs))
-    return y, *pull_back(grad.double())
+    y, pull_back = torch.func.vjp(lambda t: reference.dtn(t, s), Tensors(*(t.double() for t in inputs)))
+    return y, *pull_back(grad.double())[0]
 
 
 def compare(grad, inputs, s, dtype):
     with Guards() as guards:
-        y, *statistics = dtn_triton.forward(*inputs, s, dtype)
-        gradients = dtn_triton.backward(grad, *inputs, *statistics, s)
+        y, kept = dtn_triton.forward(inputs, s, dtype)
+        gradients = dtn_triton.backward(grad, inputs, kept, s)
     assert guards.untouched()
     assert y.dtype == dtype
     for i, (ours, right, like) in enumerate(zip((y, *gradients), expected(grad, inputs, s), (y, *inputs), strict=True)):
@@ -100,21 +100,21 @@ if INTERPRETED:
 
     def test_gives_the_dtype_that_is_asked_for():
         _, inputs = tensors(1, 3, 3, 4, 2, torch.float16)
-        assert dtn_triton.forward(*inputs, Settings(), torch.float32)[0].dtype == torch.float32
+        assert dtn_triton.forward(inputs, Settings(), torch.float32)[0].dtype == torch.float32
 
     @pytest.mark.parametrize('size', [(5, 6), (4, 19)], ids=str)
     def test_heads_that_look_into_far_corners(size):
         """Where P is nearly one-hot its slopes are nearly 0: exact only relative to the cell that a row looks at."""
         grad, inputs = tensors(1, *size, 6, 2, torch.float32)
-        inputs = (*inputs[:-1], torch.tensor([[0.3, 1.0, -1.0], [-2.0, 3.0, 1.0]]))
+        inputs = inputs._replace(position=torch.tensor([[0.3, 1.0, -1.0], [-2.0, 3.0, 1.0]]))
         compare(grad, inputs, Settings(), torch.float32)
 
     @pytest.mark.parametrize(('size', 'pool'), [((4, 5), 1), ((3, 18), 1), ((6, 5), 2)], ids=str)
     def test_an_offset_costs_what_it_costs_layernorm(size, pool):
         s = Settings(pool)
         grad, inputs = tensors(1, *size, 32, 2, torch.float32, offset=1e3)
-        y, *statistics = dtn_triton.forward(*inputs, s, torch.float32)
-        gradients = dtn_triton.backward(grad, *inputs, *statistics, s)
+        y, kept = dtn_triton.forward(inputs, s, torch.float32)
+        gradients = dtn_triton.backward(grad, inputs, kept, s)
         right = expected(grad, inputs, s)
         x, weight, bias = inputs[:3]
 
@@ -168,3 +168,29 @@ else:
             text=True,
         )
         assert run.returncode == 0, run.stdout[-5000:] + run.stderr[-1000:]
+
+    @pytest.mark.slow
+    def test_processes_follow_the_worst_answer(tmp_path):
+        """The kernels of one run by the interpreter; the other has neither that nor a GPU, and its kernels fail."""
+        code = f"""
+            import sys, torch
+            from mmdtn.ops import dtn_triton
+            torch.distributed.init_process_group('gloo', 'file://{tmp_path}/meet', rank=int(sys.argv[1]), world_size=2)
+            with torch.no_grad():
+                print(dtn_triton.works(torch.device('cpu')))  # for itself
+            print(dtn_triton.works(torch.device('cpu')), dtn_triton.works(torch.device('cpu')))
+            """
+        processes = [
+            subprocess.Popen(
+                [sys.executable, '-W', 'always::UserWarning', '-c', textwrap.dedent(code), str(rank)],
+                env=dict(os.environ, TRITON_INTERPRET=str(1 - rank)),
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for rank in range(2)
+        ]
+        said = [process.communicate(timeout=300) for process in processes]
+        for (out, err), alone, where in zip(said, (True, False), ('another device of this run', 'cpu: '), strict=True):
+            assert out.split() == [str(alone), 'False', 'False'], err
+            assert err.count('failed their check') == 1 and f'failed their check on {where}' in err

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from mmdtn.ops import dtn_triton
-from mmdtn.ops.reference import Settings
+from mmdtn.ops import Settings, Tensors, dtn_triton
 
 triton = pytest.importorskip('triton')
 from triton.backends.compiler import GPUTarget  # noqa: E402
@@ -68,8 +67,9 @@ def compile_for(target, shape, dtype):
     triton.runtime.driver.set_active(driver)
     try:
         x, weight, mix, position = torch.zeros(1, H, W, C, dtype=dtype), torch.ones(C), torch.ones(K), torch.ones(K, 3)
-        _, *statistics = dtn_triton.forward(x, weight, weight, mix, mix, position, s, dtype)
-        dtn_triton.backward(x, x, weight, weight, mix, mix, position, *statistics, s)
+        t = Tensors(x, weight, weight, mix, mix, position)
+        _, kept = dtn_triton.forward(t, s, dtype)
+        dtn_triton.backward(x, t, kept, s)
     finally:
         triton.runtime.driver.set_active(None)  # the real one, if there is one
     return driver
@@ -108,3 +108,36 @@ def test_compiles_for_amd(monkeypatch):
     driver = compile_for(GPUTarget('hip', 'gfx942', 64), SHAPES[2], torch.float16)
     assert len(driver.loaded) == 5
     assert all('tf32' not in kernel.asm['ttir'] for kernel in kernels(driver))
+
+
+def test_images_of_other_sizes_compile_nothing():
+    numbers = []
+    for grid in ((50, 84), (112, 65), (66, 128)):
+        numbers.append(len(kernels(compile_for(GPUTarget('cuda', 80, 32), (*grid, 320, 5, 1), torch.float32))))
+    assert numbers[0] == numbers[1] == numbers[2]
+
+
+UNBOUNDED = re.compile(r'arith\.(?:addi|subi|divsi)|tt\.(?:splat|broadcast|expand_dims|reshape)')
+
+
+def offsets_that_may_overflow(ttir):
+    """Where a 32-bit number that grows with the number of programs, as with the batch, is multiplied or an offset."""
+    unbounded, found = set(), []
+    for line in ttir.splitlines():
+        name, _, operation = line.strip().partition(' = ')
+        grows = unbounded & set(re.findall(r'%[\w#]+', operation))
+        if 'tt.get_program_id' in operation or (grows and UNBOUNDED.match(operation)):
+            unbounded.add(name)
+        if grows and re.match(r'arith\.muli|tt\.addptr', operation):
+            found.append(line)
+    return found
+
+
+@pytest.mark.parametrize('shape', SHAPES[:3], ids=str)
+def test_tensors_may_have_more_than_2_to_31_elements(shape):
+    """Remainders are bounded, and what is 64 bits wide before it is multiplied. _axes has no batch."""
+    compiled = kernels(compile_for(GPUTarget('cuda', 80, 32), shape, torch.float32))
+    for kernel in compiled:
+        if kernel.metadata.name != '_axes':
+            assert 'tt.get_program_id' in kernel.asm['ttir']
+            assert not offsets_that_may_overflow(kernel.asm['ttir']), kernel.metadata.name

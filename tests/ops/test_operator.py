@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from mmdtn.analysis import SavedBytes
 from mmdtn.norms import DTN
-from mmdtn.ops import Settings, dtn, reference
+from mmdtn.ops import Settings, Tensors, dtn, reference
 
 from .settings import in_float64, random_tensors, relative_error, results
 
@@ -91,7 +91,7 @@ def test_autocast_leaves_statistics_alone_and_gives_what_layernorm_gives(prenorm
         with torch.autocast('cpu', dtype=dtype):
             under_autocast = results(dtn, [x, *parameters], upstream, s)
             assert under_autocast['y'].dtype == nn.LayerNorm(16)(x).dtype
-            assert dtn(x.to(dtype), *parameters, s).dtype == nn.LayerNorm(16)(x.to(dtype)).dtype
+            assert dtn(Tensors(x.to(dtype), *parameters), s).dtype == nn.LayerNorm(16)(x.to(dtype)).dtype
         assert all(torch.equal(value, plain[name]) for name, value in under_autocast.items())
 
 
@@ -138,7 +138,7 @@ def test_differentiates_twice():
 
     def second(function, tensors):
         gradients = torch.autograd.grad(
-            function(*tensors, Settings(2)), tensors, upstream.to(tensors[0]), create_graph=True
+            function(Tensors(*tensors), Settings(2)), tensors, upstream.to(tensors[0]), create_graph=True
         )
         return torch.autograd.grad(sum(g.square().sum() for g in gradients), tensors, materialize_grads=True)
 

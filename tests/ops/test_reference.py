@@ -1,12 +1,10 @@
 """The definition: its derivatives, torch.func, export, and every device and dtype. The dense form is in tests/norms."""
 
-import functools
-
 import pytest
 import torch
 from torch import nn
 
-from mmdtn.ops import Settings, dtn, reference
+from mmdtn.ops import Settings, Tensors, dtn, reference
 
 from .settings import in_float64, random_tensors
 
@@ -23,8 +21,12 @@ SETTINGS = [
 def test_derivatives_of_first_and_second_order(s):
     tensors = in_float64(random_tensors((1, 3, 4, 6), 2)[0])
     for function in (reference.dtn, dtn):  # the operator too, for which the reference differentiates twice
-        assert torch.autograd.gradcheck(functools.partial(function, s=s), tensors)
-        assert torch.autograd.gradgradcheck(functools.partial(function, s=s), tensors)
+
+        def flat(*tensors, function=function):
+            return function(Tensors(*tensors), s)
+
+        assert torch.autograd.gradcheck(flat, tensors)
+        assert torch.autograd.gradgradcheck(flat, tensors)
 
 
 def test_the_clamp_of_a_rounded_variance_lets_its_gradient_pass():
@@ -55,13 +57,13 @@ def test_transforms_of_torch_func(function, s):
     x, *parameters = in_float64(tensors)
 
     def loss(x):
-        return (function(x, *parameters, s) * upstream).sum()
+        return (function(Tensors(x, *parameters), s) * upstream).sum()
 
     (expected,) = torch.autograd.grad(loss(x), x)
     torch.testing.assert_close(torch.func.grad(loss)(x), expected)
     several = torch.stack((x, 2 * x)).detach()
-    mapped = torch.func.vmap(lambda t: function(t, *parameters, s))(several)
-    torch.testing.assert_close(mapped, torch.stack([function(t, *parameters, s) for t in several]))
+    mapped = torch.func.vmap(lambda x: function(Tensors(x, *parameters), s))(several)
+    torch.testing.assert_close(mapped, torch.stack([function(Tensors(x, *parameters), s) for x in several]))
 
 
 @pytest.mark.parametrize('s', [Settings(), Settings(pool_size=2)])
@@ -72,7 +74,7 @@ def test_exports_with_open_height_and_width(s):
             self.parameters_of_dtn = nn.ParameterList(random_tensors((1, 1, 1, 8), 2)[0][1:])
 
         def forward(self, x):
-            return dtn(x, *self.parameters_of_dtn, s)
+            return dtn(Tensors(x, *self.parameters_of_dtn), s)
 
     layer = Layer()
     sizes = {1: 2 * torch.export.Dim('h', min=2, max=64), 2: 2 * torch.export.Dim('w', min=2, max=64)}
@@ -87,7 +89,7 @@ def test_exports_with_open_height_and_width(s):
 def test_computes_in_the_dtype_of_the_parameters(dtype):
     (x, *parameters), _ = random_tensors((2, 5, 6, 8), 2)
     x = x.detach().to(dtype)
-    exact = reference.dtn(x.float(), *parameters, Settings())
-    assert reference.dtn(x, *parameters, Settings()).equal(exact)
-    y = dtn(x.to('meta'), *(p.to('meta') for p in parameters), Settings())
+    exact = reference.dtn(Tensors(x.float(), *parameters), Settings())
+    assert reference.dtn(Tensors(x, *parameters), Settings()).equal(exact)
+    y = dtn(Tensors(*(t.to('meta') for t in (x, *parameters))), Settings())
     assert (y.dtype, y.shape, y.device.type) == (dtype, x.shape, 'meta')

@@ -22,10 +22,12 @@ import pytest
 import torch
 from mmdet.datasets import CocoDataset
 from mmengine.config import Config
-from mmengine.registry import MODELS, DefaultScope, init_default_scope
+from mmengine.registry import MODELS, init_default_scope
 from PIL import Image
 
 from mmdtn.datasets import write_coco
+from mmdtn.datasets.corruption import BENCHMARK, SEVERITIES
+from mmdtn.evaluation import imagenet_folders
 
 from ..checkpoints import published
 from ..pages import REPO, commands
@@ -50,7 +52,8 @@ def place(tmp_path_factory):
     folder = tmp_path_factory.mktemp('newcomer')
     for name in ('configs', 'tools', 'requirements', 'mmdtn', 'Makefile', 'setup.py'):
         (folder / name).symlink_to(REPO / name)
-    torch.save(published.pvt().file, folder / 'pvt_tiny.pth')
+    for name, make in dict(pvt_tiny=published.pvt, levit_128s=published.levit, t2t_vit_t_14=published.t2t).items():
+        torch.save(make().file, folder / f'{name}.pth')
     return folder
 
 
@@ -59,6 +62,13 @@ def furnished(place):
     _coco(place)
     _folders(place / 'data' / 'imagenet', 1000, 240, ('train', 'val'))
     _folders(place / 'data' / 'cifar10', 10, 32, ('train', 'test'))
+    for name in BENCHMARK:
+        for severity in SEVERITIES:
+            _link(place / 'data' / 'imagenet-c' / name / str(severity), place / 'data' / 'imagenet' / 'val')
+    if (REPO / 'docs' / 'evidence').exists():
+        shutil.copytree(REPO / 'docs' / 'evidence', place / 'docs' / 'evidence')  # where tools/study.py writes
+    for wnid in imagenet_folders()[:2]:
+        _link(place / 'data' / 'imagenet-r' / wnid, place / 'data' / 'imagenet' / 'val' / 'n00000000')
     batches = [*(f'data_batch_{i}' for i in range(1, 6)), 'test_batch']
     _cifar(place / 'data/cifar10/cifar-10-batches-py', batches, 'labels', 'batches.meta', 'label_names')
     _cifar(place / 'data/cifar100/cifar-100-python', ['train', 'test'], 'fine_labels', 'meta', 'fine_label_names')
@@ -66,6 +76,8 @@ def furnished(place):
         ('pvt/pvt-t-dtn_8xb128_in1k', 300),
         ('swin/swin-t-dtn_8xb128_in1k', 300),
         ('pvt/retinanet_pvt-t-dtn_fpn_1x_coco', 12),
+        ('dvt/dvt-mini_4e_cifar10-folder', 4),
+        ('vit/vit-mini-bn_b128_cifar10', 300),
     ):
         _untrained(place, config, epoch)
     write_detector(place / 'small.py', place / 'data' / 'few')
@@ -92,6 +104,11 @@ def _coco(place):
         (coco / 'annotations' / f'instances_{split}2017.json').write_text(json.dumps(content))
 
 
+def _link(place, target):
+    place.parent.mkdir(parents=True, exist_ok=True)
+    place.symlink_to(target)
+
+
 def _folders(root, classes, side, splits):
     """A folder for each of many classes, pictures in two of them."""
     for split in splits:
@@ -116,12 +133,9 @@ def _cifar(root, batches, labels, meta, names):
 def _untrained(place, config, epoch):
     """What the training that a page shows before would have left, but for the training."""
     cfg = Config.fromfile(REPO / 'configs' / f'{config}.py')
-    cfg.model.backbone.init_cfg = None
+    cfg.model.get('backbone', cfg.model).init_cfg = None
     init_default_scope(cfg.default_scope)
-    try:
-        state = MODELS.build(cfg.model).state_dict()
-    finally:
-        DefaultScope._instance_dict.clear()
+    state = MODELS.build(cfg.model).state_dict()
     target = place / 'work_dirs' / Path(config).name / f'epoch_{epoch}.pth'
     target.parent.mkdir(parents=True)
     torch.save(dict(state_dict=state, meta={}), target)
@@ -144,9 +158,13 @@ def here(line: str) -> str:
         line += ' --dry-run'
     elif 'dist_train.sh' in line:
         line = line.replace('small.py 8', 'small.py 2') + ' --work-dir work_dirs/several'
+    elif 'study.py' in line:
+        line += ' --report' * ('--report' not in line)  # of the records; the runs take hours
+    elif 'corrupt.py' in line:
+        line += ' --yes'
     elif 'benchmark_' in line:
         line += ' --repeats 1'
-    if re.search(r'_cifar100?\.py', line):
+    if re.search(r'_cifar100?(-224)?\.py', line):
         # MMPretrain knows the real files by their checksums, which generated ones cannot have.
         trust = 'import mmpretrain.datasets.cifar as c, runpy, sys; c.check_md5 = lambda *_: True; '
         run = 'sys.argv.pop(0); runpy.run_path(sys.argv[0], run_name="__main__")'

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from mmengine.config import Config
-from mmengine.registry import MODELS, DefaultScope, init_default_scope
+from mmengine.registry import MODELS, init_default_scope
 from PIL import Image
 
 REPO = Path(__file__).parents[2]
@@ -58,12 +58,9 @@ def test_a_classifiers_checkpoint_fills_a_detectors_backbone(folder):
     cfg.model.backbone.init_cfg.checkpoint = str(checkpoint)
     cfg.model.neck.in_channels = [16, 32, 40, 64]
     init_default_scope(cfg.default_scope)
-    try:
-        detector = MODELS.build(cfg.model)
-        fresh = {k: v.clone() for k, v in detector.backbone.state_dict().items()}
-        detector.init_weights()
-    finally:
-        DefaultScope._instance_dict.clear()
+    detector = MODELS.build(cfg.model)
+    fresh = {k: v.clone() for k, v in detector.backbone.state_dict().items()}
+    detector.init_weights()
     loaded = detector.backbone.state_dict()
     for name, value in loaded.items():
         assert torch.equal(value, trained[f'backbone.{name}']), name

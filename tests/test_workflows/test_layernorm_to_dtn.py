@@ -5,7 +5,6 @@ import sys
 import pytest
 import torch
 from mmengine.config import Config
-from mmengine.registry import DefaultScope
 from mmengine.runner import Runner
 
 from mmdtn.datasets.shapes import write_coco
@@ -44,8 +43,7 @@ def config(tmp_path, request):
         cfg.dump(tmp_path / f'{name}.py')
         return cfg
 
-    yield make
-    DefaultScope._instance_dict.clear()
+    return make
 
 
 @pytest.mark.slow

@@ -1,14 +1,22 @@
 """Two processes over gloo do what one does with all the data."""
 
 import re
-import socket
 
 import pytest
 import torch
 from mmengine.fileio import load
 
 from mmdtn.datasets import write_classification, write_coco
-from tests.training import run_tool, write_classifier, write_detector
+from tests.training import (
+    free_port,
+    in_two_processes,
+    log_of,
+    metrics,
+    run_tool,
+    write_classifier,
+    write_detector,
+)
+from tools.test import main as evaluate
 from tools.train import main as train
 
 # Five steps, without what has to differ: each process drops paths of its own, and pads its own batch. SGD, because Adam
@@ -49,13 +57,6 @@ def data(tmp_path_factory):
     )
 
 
-def free_port():
-    """Asked of the system, as tests run side by side."""
-    with socket.socket() as s:
-        s.bind(('127.0.0.1', 0))
-        return str(s.getsockname()[1])
-
-
 def config(folder, kind, data, more=''):
     write = dict(classifier=write_classifier, detector=write_detector)[kind]
     return write(folder / f'{kind}.py', data[kind], more)
@@ -66,8 +67,11 @@ def config(folder, kind, data, more=''):
 def test_same_gradients_and_weights_as_one_process(tmp_path, data, kind):
     path = config(tmp_path, kind, data, SAME + (DETECTOR if kind == 'detector' else ''))
     train([str(path), '--work-dir', str(tmp_path / 'one'), '--cfg-options', 'train_dataloader.batch_size=4'])
-    batch = ('--cfg-options', 'train_dataloader.batch_size=2')
-    run_tool('dist_train.sh', path, 2, '--work-dir', 'two', *batch, cwd=tmp_path, PORT=free_port())
+    arguments = (path, '--work-dir', 'two', '--cfg-options', 'train_dataloader.batch_size=2')
+    if kind == 'detector':
+        assert in_two_processes(train, *arguments, cwd=tmp_path) == [0, 0]
+    else:
+        run_tool('dist_train.sh', path, 2, *arguments[1:], cwd=tmp_path, PORT=free_port())
 
     one, two, other = (
         torch.load(tmp_path / name) for name in ('one/gradients_0.pth', 'two/gradients_0.pth', 'two/gradients_1.pth')
@@ -96,13 +100,10 @@ def trained(tmp_path_factory, data):
 @pytest.mark.slow
 def test_evaluation_in_two_processes_is_that_of_one(tmp_path, trained):
     path, checkpoint = trained
-    one = run_tool('test.py', path, checkpoint, '--out', 'one.pkl', cwd=tmp_path)
-    two = run_tool('dist_test.sh', path, checkpoint, 2, '--out', 'two.pkl', cwd=tmp_path, PORT=free_port())
-
-    def accuracy(done):
-        return done.stdout.rpartition('accuracy/top1: ')[2].split()[0]
-
-    assert accuracy(one) == accuracy(two)
+    evaluate([str(path), str(checkpoint), '--work-dir', f'{tmp_path}/one', '--out', f'{tmp_path}/one.pkl'])
+    arguments = (path, checkpoint, '--work-dir', 'two', '--out', 'two.pkl')
+    assert in_two_processes(evaluate, *arguments, cwd=tmp_path) == [0, 0]
+    assert metrics(tmp_path / 'one')['accuracy/top1'] == metrics(tmp_path / 'two')['accuracy/top1']
     one, two = (load(tmp_path / name) for name in ('one.pkl', 'two.pkl'))
     assert [sample['img_path'] for sample in one] == [sample['img_path'] for sample in two]
     for sample, other in zip(one, two, strict=True):
@@ -117,12 +118,13 @@ strategy = dict(type='FSDPStrategy', state_dict_cfg='full')
 train_cfg = dict(max_epochs=1)
 """
     path = config(tmp_path, 'classifier', data, more)
-    done = run_tool('dist_train.sh', path, 2, '--work-dir', 'sharded', cwd=tmp_path, PORT=free_port())
-    expected = done.stdout.rpartition('accuracy/top1: ')[2].split()[0]
+    assert in_two_processes(train, path, '--work-dir', 'sharded', cwd=tmp_path) == [0, 0]
+    expected = log_of(tmp_path / 'sharded').rpartition('accuracy/top1: ')[2].split()[0]
     plain, of_one_process = trained
-    tested = run_tool('test.py', plain, 'sharded/epoch_1.pth', cwd=tmp_path)
-    assert 'missing keys' not in tested.stdout and 'unexpected key' not in tested.stdout
-    assert tested.stdout.rpartition('accuracy/top1: ')[2].split()[0] == expected
+    evaluate([str(plain), str(tmp_path / 'sharded' / 'epoch_1.pth'), '--work-dir', str(tmp_path / 'tested')])
+    tested = log_of(tmp_path / 'tested')
+    assert 'missing keys' not in tested and 'unexpected key' not in tested
+    assert tested.rpartition('accuracy/top1: ')[2].split()[0] == expected
 
     # The same model trained in one process: the checkpoint has all weights, whole and trained.
     sharded, whole = (
@@ -143,20 +145,19 @@ def test_faults_on_one_process_are_dealt_with_by_all(tmp_path):
     path = write_classifier(tmp_path / 'classifier.py', data, f"_val['ann_file'] = '{tmp_path}/val.txt'\n")
     (tmp_path / 'val.txt').write_text(''.join(f'{p.relative_to(data / "val")} 0\n' for p in images['val']))
     epoch = ('--cfg-options', 'train_cfg.max_epochs=1')
-    done = run_tool('dist_train.sh', path, 2, '--work-dir', 'work', *epoch, cwd=tmp_path, PORT=free_port())
-    assert done.stdout.count('2 images were skipped') == 1
-    assert (
-        f'{images["train"][3]} (id ' in done.stdout
-        and f'{images["val"][2]} (id 2): there is no such file' in done.stdout
-    )
-    checkpoint = tmp_path / 'work' / 'epoch_1.pth'
-    run_tool('dist_test.sh', path, checkpoint, 2, '--out', 'out.pkl', cwd=tmp_path, PORT=free_port())
+    assert in_two_processes(train, path, '--work-dir', 'work', *epoch, cwd=tmp_path) == [0, 0]
+    log = log_of(tmp_path / 'work')
+    assert log.count('2 images were skipped') == 1
+    assert f'{images["train"][3]} (id ' in log and f'{images["val"][2]} (id 2): there is no such file' in log
+    arguments = (path, 'work/epoch_1.pth', '--out', 'out.pkl')
+    assert in_two_processes(evaluate, *arguments, cwd=tmp_path) == [0, 0]
     assert sorted(sample['img_path'] for sample in load(tmp_path / 'out.pkl')) == [
         str(p) for p in images['val'] if p.exists()
     ]
 
     spoil = f"_train['pipeline'].insert(2, dict(type='tests.engine.spoil.Spoil', name='{images['train'][5].name}'))\n"
     path.write_text(path.read_text() + spoil)
-    done = run_tool('dist_train.sh', path, 2, '--work-dir', 'nan', cwd=tmp_path, check=False, PORT=free_port())
-    assert done.returncode != 0 and str(images['train'][5]) in done.stderr
-    assert len(re.findall(r'error: the loss is nan in iteration \d', done.stderr)) == 1
+    exits = in_two_processes(train, path, '--work-dir', 'nan', cwd=tmp_path)
+    found = [bool(re.match(r'error: the loss is nan in iteration \d', str(code))) for code in exits]
+    assert sorted(found) == [False, True] and str(images['train'][5]) in exits[found.index(True)]
+    assert re.match(r'error: the loss of another process than \d is not finite', exits[found.index(False)])

@@ -7,7 +7,6 @@ import sys
 
 import pytest
 import torch
-from mmengine.registry import DefaultScope
 
 from ..pages import REPO
 from ..training import run_command
@@ -58,8 +57,7 @@ def run(done, monkeypatch):
         exec(python[imported], names)
         return names
 
-    yield execute
-    DefaultScope._instance_dict.clear()
+    return execute
 
 
 @pytest.mark.slow

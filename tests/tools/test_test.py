@@ -15,7 +15,7 @@ from pycocotools.cocoeval import COCOeval
 
 from mmdtn.datasets import write_classification, write_coco
 from mmdtn.registry import class_of
-from tests.training import write_classifier, write_detector
+from tests.training import metrics, write_classifier, write_detector
 from tools.test import augment, dump_predictions, main
 from tools.train import main as train
 
@@ -29,11 +29,6 @@ STATS = ('mAP', 'mAP_50', 'mAP_75', 'mAP_s', 'mAP_m', 'mAP_l')
 @pytest.fixture(scope='module')
 def coco(tmp_path_factory):
     return write_coco(tmp_path_factory.mktemp('data') / 'coco', train=2, val=12, sides=(128, 220))
-
-
-def metrics(work_dir):
-    (path,) = (p for p in work_dir.glob('*/*.json') if p.stem == p.parent.name)
-    return json.loads(path.read_text())
 
 
 def by_hand(annotations, predictions, kind):

@@ -85,8 +85,13 @@ def test_a_missing_annotation_file_and_a_missing_config(tmp_path, data, detector
         main([str(tmp_path / 'detectr.py')])
     broken = tmp_path / 'broken.py'
     broken.write_text('model = dict(\n')
-    with pytest.raises(SystemExit, match=r'^error: [^\n]*broken\.py[^\n]*$'):
+    with pytest.raises(SystemExit, match=r"^error: [^\n]*broken\.py: line 1, 'model = dict\(': [^\n]*$"):
         main([str(broken)])
+    broken.write_text('\nmodel = dict(depth=deep)')
+    inherits = tmp_path / 'inherits.py'
+    inherits.write_text("_base_ = 'broken.py'")
+    with pytest.raises(SystemExit, match=r"^error: [^\n]*broken\.py, line 2: name 'deep' is not defined$"):
+        main([str(inherits)])
     with pytest.raises(SystemExit, match=r'lost\.pth does not exist'):
         main([str(detector), '--resume', str(tmp_path / 'lost.pth')])
 
@@ -201,8 +206,8 @@ def test_progress_logs_and_tensorboard(tmp_path, classifier, monkeypatch):
     monkeypatch.setattr(sys, 'stdout', screen)
     main([str(classifier), '--work-dir', str(work)])
     drawn = screen.getvalue()
-    assert re.search(r'epoch 2/2  \[#{20}\] 6/6  eta 0:00:00  loss \d+\.\d{4}  lr \d\.\d\de-\d\d', drawn)
-    assert re.search(r'validation  \[#{20}\] 2/2', drawn)
+    assert re.search(r'train: 100%\|[█#]+\| 6/6 \[.*, epoch=2/2, loss=\d\.\d+, lr=[\d.e-]+\]\n', drawn)
+    assert re.search(r'val:.* [012]/2 \[', drawn)
     (log,) = work.glob('*/*.log')
     assert '\r' not in log.read_text() and '\x1b' not in log.read_text() and 'Epoch(train) [2][3/3]' in log.read_text()
     (events,) = work.glob('*/vis_data/events.*')
@@ -324,3 +329,51 @@ def test_dist_scripts_pass_nodes_and_addresses_on(tmp_path):
         'pytorch',
         '--amp',
     ]
+
+
+UN = "\nmodel['backbone'].update(norm_cfg=dict(_delete_=True, type='UN', warmup_iters=4))\n"
+SIX = "\nmodel['head'].update(num_classes=6)\ndata_preprocessor.update(num_classes=6)\n"
+
+
+@pytest.mark.slow
+def test_weights_start_a_new_training_and_wrong_shapes_are_named(tmp_path, data):
+    config = write_classifier(tmp_path / 'un.py', data / 'classes', UN)
+    one = ['--cfg-options', 'train_cfg.max_epochs=1', 'default_hooks.checkpoint.interval=1']
+    main([str(config), '--work-dir', str(tmp_path / 'first'), *one])
+    trained = tmp_path / 'first' / 'epoch_1.pth'
+    before = torch.load(trained, weights_only=False)
+    counts = [value for key, value in before['state_dict'].items() if key.endswith('norm1.count')]
+    assert counts and all(count == 3 for count in counts), '10 pictures in batches of 4'
+
+    other = tmp_path / 'other.pth'
+    torch.save(dict(before, meta=dict(before['meta'], epoch=7, iter=21)), other)
+    still = ['optim_wrapper.optimizer.lr=0', 'param_scheduler=[]']
+    main([str(config), '--work-dir', str(tmp_path / 'second'), '--weights', str(other), *one, *still])
+    after = torch.load(tmp_path / 'second' / 'epoch_1.pth', weights_only=False)
+    assert (after['meta']['epoch'], after['meta']['iter']) == (1, 3)
+    for key, value in after['state_dict'].items():
+        if key.endswith('.count'):
+            assert value == 3, 'counted from 0 again'
+        elif key.endswith(('weight', 'bias')):
+            assert torch.equal(value, before['state_dict'][key]), key
+
+    six = write_classifier(tmp_path / 'six.py', data / 'classes', UN + SIX)
+    wrong = r'--weights .*epoch_1\.pth does not fit .*six\.py: head\.fc\.weight is 5 x 64 in the file and 6 x 64 in'
+    with pytest.raises(SystemExit, match=wrong):
+        main([str(six), '--work-dir', str(tmp_path / 'third'), '--weights', str(trained)])
+    torch.save(dict(state_dict=dict(strange=torch.zeros(2))), other)
+    with pytest.raises(SystemExit, match=r'none of its tensors has the name of one of the model; it has strange\.'):
+        main([str(config), '--work-dir', str(tmp_path / 'fourth'), '--weights', str(other)])
+
+
+def test_weights_stand_back_where_there_is_something_to_resume(tmp_path, classifier):
+    weights = tmp_path / 'weights.pth'
+    torch.save({}, weights)
+    arguments = [str(classifier), '--work-dir', str(tmp_path / 'work'), '--weights', str(weights)]
+    cfg = configure(parse_args([*arguments, '--resume']))
+    assert (cfg.load_from, cfg.resume) == (str(weights), False)
+    assert [h for h in cfg.custom_hooks if h['type'] == 'StartFromWeightsHook']
+    with pytest.raises(FileNotFoundError):
+        configure(parse_args([*arguments[:-1], str(tmp_path / 'lost.pth')]))
+    cfg = configure(parse_args([*arguments, '--resume', str(weights)]))
+    assert cfg.resume and not [h for h in cfg.custom_hooks if h['type'] == 'StartFromWeightsHook']

@@ -3,7 +3,8 @@
 python tools/analysis_tools/benchmark_backbone.py [--models pvt swin vit] [--repeats 5] [--json out.json] [--only 224]
 python tools/analysis_tools/benchmark_backbone.py --count [--models pvt]    # GPU traffic, counted without a GPU
 
-The ratios are what counts: the models of a family take turns, round by round; a time is the median over the rounds.
+The ratios are what counts: the models of a family take turns, round by round. Times and ratios are medians over the
+rounds.
 """
 
 import argparse
@@ -26,8 +27,10 @@ from mmdtn.analysis import SavedBytes
 from mmdtn.analysis.traffic import count_backbone
 from mmdtn.backbones import PVTDTN, SwinDTN, ViTDTN
 from mmdtn.engine.memory import keep_freed_memory
+from mmdtn.fuse import fuse
 
 LN = dict(type='LN')
+BN = dict(norm_cfg=dict(type='BN'), other_norm_cfg=dict(type='BN'))
 DTN_HEADS = dict(base='tiny', num_heads=(4, 4, 5, 8))
 # By family, name: model, name of the one that it is compared with
 FAMILIES: dict[str, dict[str, tuple[Callable[[], nn.Module], str | None]]] = {
@@ -53,7 +56,17 @@ FAMILIES: dict[str, dict[str, tuple[Callable[[], nn.Module], str | None]]] = {
         ),
         'ViT-S LN': (lambda: ViTDTN('s', norm_cfg=LN), "timm's ViT-S"),
     },
+    # In evaluation mode, in which alone the norms of batches are affine: nothing here trains.
+    'fused': {
+        'PVT-Tiny LN': (lambda: PVTDTN('tiny', norm_cfg=LN).eval(), None),
+        'PVT-Tiny BN': (lambda: PVTDTN('tiny', **BN).eval(), 'PVT-Tiny LN'),
+        'PVT-Tiny BN, fused': (lambda: fuse(PVTDTN('tiny', **BN))[0], 'PVT-Tiny LN'),
+        'ViT-S LN': (lambda: ViTDTN('s', norm_cfg=LN).eval(), None),
+        'ViT-S BN': (lambda: ViTDTN('s', **BN).eval(), 'ViT-S LN'),
+        'ViT-S BN, fused': (lambda: fuse(ViTDTN('s', **BN))[0], 'ViT-S LN'),
+    },
 }
+COLUMNS = dict(train_s='{:.3f} s', infer_s='{:.3f} s', saved_mib='{:.0f} MiB')
 INPUTS = {'224': (8, 3, 224, 224), '800': (1, 3, 800, 1344)}
 
 
@@ -73,24 +86,34 @@ def infer(model: nn.Module, x: Tensor) -> None:
 def measure(family: str, shape: tuple[int, ...], repeats: int) -> dict[str, dict]:
     x = torch.randn(shape)
     models = {name: make() for name, (make, _) in FAMILIES[family].items()}
-    rows: dict[str, dict] = {}
+    rounds: dict[str, dict[str, list[float]]] = {}
     for name, model in models.items():
-        train_step(model, x)  # compiles and warms up
-        rows[name] = dict(saved_mib=train_step(model, x) / 2**20, train=[], infer=[])
+        infer(model, x)  # compiles and warms up
+        rounds[name] = dict(infer_s=[])
+        if model.training:
+            train_step(model, x)
+            rounds[name] |= dict(train_s=[], saved_mib=[train_step(model, x) / 2**20])
     for _ in range(repeats):
         for name, model in models.items():
-            for kind, run in (('train', train_step), ('infer', infer)):
-                start = time.perf_counter()
-                run(model, x)
-                rows[name][kind].append(time.perf_counter() - start)
-    for name, row in rows.items():
-        row.update(train_s=statistics.median(row.pop('train')), infer_s=statistics.median(row.pop('infer')))
-        if (peer := FAMILIES[family][name][1]) is not None:
-            row['against'] = peer
-    for row in rows.values():
-        if peer := row.get('against'):
-            row['ratios'] = {key: row[key] / rows[peer][key] for key in ('train_s', 'infer_s', 'saved_mib')}
+            for kind, run in dict(train_s=train_step, infer_s=infer).items():
+                if kind in rounds[name]:
+                    start = time.perf_counter()
+                    run(model, x)
+                    rounds[name][kind].append(time.perf_counter() - start)
+    rows: dict[str, dict] = {}
+    for name, values in rounds.items():
+        rows[name] = {key: statistics.median(of) for key, of in values.items()}
+        if peer := FAMILIES[family][name][1]:
+            pairs = {key: zip(of, rounds[peer][key], strict=True) for key, of in values.items()}
+            rows[name] |= dict(
+                against=peer, ratios={key: statistics.median(a / b for a, b in of) for key, of in pairs.items()}
+            )
     return rows
+
+
+def line(name: str, values: dict[str, float], formats: dict[str, str]) -> str:
+    columns = (form.format(values[key]) if key in values else '' for key, form in formats.items())
+    return (f'{name:30}' + ''.join(f'{column:>12}' for column in columns)).rstrip()
 
 
 def count(families: list[str], shape: tuple[int, ...]) -> None:
@@ -124,10 +147,9 @@ def main() -> None:
         print(f'\n{" x ".join(map(str, shape)):30}{"train step":>12}{"inference":>12}{"saved":>12}', flush=True)
         results[family][key] = measure(family, shape, args.repeats)
         for name, row in results[family][key].items():
-            print(f'{name:30}{row["train_s"]:10.3f} s{row["infer_s"]:10.3f} s{row["saved_mib"]:8.0f} MiB')
+            print(line(name, row, COLUMNS))
             if 'ratios' in row:
-                ratios = ''.join(f'{row["ratios"][k]:11.2f}x' for k in ('train_s', 'infer_s', 'saved_mib'))
-                print(f'{"  / " + row["against"]:30}{ratios}')
+                print(line(f'  / {row["against"]}', row['ratios'], dict.fromkeys(COLUMNS, '{:.2f}x')))
     if args.json:
         with open(args.json, 'w') as file:
             json.dump(dict(torch=torch.__version__, threads=torch.get_num_threads(), results=results), file, indent=1)

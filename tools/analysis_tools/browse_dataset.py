@@ -15,7 +15,7 @@ from mmengine.registry import DATASETS, VISUALIZERS, init_default_scope
 from mmengine.runner import set_random_seed
 from mmengine.utils import import_modules_from_strings
 
-from mmdtn.errors import UserError, readable_errors
+from mmdtn.errors import UserError, read_config, readable_errors
 from mmdtn.registry import package_of
 
 SMALLEST = 480  # pixels of the longer side: smaller images are drawn enlarged, so that labels can be read
@@ -82,7 +82,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if args.number < 1:
         parser.error(f'--number {args.number}: at least one image')
     with readable_errors(args.debug):
-        cfg = Config.fromfile(args.config)
+        cfg = read_config(args.config)
         cfg.merge_from_dict(args.cfg_options or {})
         print(f'written: {len(browse(cfg, args.split, args.out, args.number))} pictures in {args.out}')
 

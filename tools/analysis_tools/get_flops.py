@@ -1,55 +1,38 @@
 """FLOPs and parameters of a config's model: python tools/analysis_tools/get_flops.py CONFIG --shape 224 224
 
-Counts the whole of a classifier and the backbone of a detector. A FLOP is a multiply-add, as in the papers' tables.
+Counts the whole of a classifier and the backbone of a detector; of a cascade also what an image costs that leaves at
+each exit. A FLOP is a multiply-add, as in the papers' tables.
 """
 
 import argparse
-from math import prod
-from typing import Any
 
 import torch
-from mmengine.analysis import FlopAnalyzer
 from mmengine.config import Config
 from mmengine.registry import MODELS, init_default_scope
+from mmengine.utils import import_modules_from_strings
+from torch import nn
 
-from mmdtn.norms import DTN
+from mmdtn.analysis import exit_flops, flops_by_module
+from mmdtn.dvt import DVT
 from mmdtn.registry import class_of, package_of
 
 
-def attention_flops(inputs: list[Any], outputs: list[Any]) -> int:
-    """Scores and weighted sum of ``aten::scaled_dot_product_attention``, which mmengine does not count."""
-    query, key, value = (tensor.type().sizes() for tensor in inputs[:3])
-    return prod(query[:-1]) * key[-2] * (query[-1] + value[-1])
-
-
-def count(config: str, shape: tuple[int, int]) -> tuple[int, int]:
-    """FLOPs and parameters."""
+def build(config: str) -> nn.Module:
+    """The classifier or cascade, or the detector's backbone, without pretrained weights."""
     cfg = Config.fromfile(config)
+    import_modules_from_strings(**cfg.get('custom_imports', dict(imports=['mmdtn'])))
     init_default_scope(cfg.default_scope)
-    if package_of(class_of(cfg.model, MODELS)) == 'mmpretrain':
+    kind = class_of(cfg.model, MODELS)
+    if package_of(kind) == 'mmpretrain' or issubclass(kind, DVT):
         cfg.model.pop('train_cfg', None)
-        model = MODELS.build(cfg.model).eval()
-    else:
-        cfg.model.backbone.init_cfg = None
-        model = MODELS.build(cfg.model.backbone).eval()
+        return MODELS.build(cfg.model).eval()
+    cfg.model.backbone.init_cfg = None
+    return MODELS.build(cfg.model.backbone).eval()
 
-    normalised = 0
 
-    def count_elements(module: DTN, inputs: tuple[torch.Tensor, ...]) -> None:
-        nonlocal normalised
-        normalised += inputs[0].numel()
-
-    image = torch.zeros(1, 3, *shape)
-    hooks = [m.register_forward_pre_hook(count_elements) for m in model.modules() if isinstance(m, DTN)]
-    with torch.no_grad():
-        model(image)
-        for hook in hooks:
-            hook.remove()
-        analyzer = FlopAnalyzer(model, (image,)).unsupported_ops_warnings(False).tracer_warnings('none')
-        analyzer.set_op_handle('aten::scaled_dot_product_attention', attention_flops)
-        flops = int(analyzer.total())
-    # mmengine counts the products of P, but not the elementwise part: 5 for each element, as it says of LayerNorm.
-    return flops + 5 * normalised, sum(p.numel() for p in model.parameters())
+def count(model: nn.Module, shape: tuple[int, int]) -> tuple[int, int]:
+    """FLOPs and parameters."""
+    return flops_by_module(model, torch.zeros(1, 3, *shape))[''], sum(p.numel() for p in model.parameters())
 
 
 def main() -> None:
@@ -57,9 +40,15 @@ def main() -> None:
     parser.add_argument('config')
     parser.add_argument('--shape', type=int, nargs=2, default=(224, 224), metavar=('H', 'W'))
     args = parser.parse_args()
-    flops, parameters = count(args.config, tuple(args.shape))
     height, width = args.shape
+    model = build(args.config)
+    flops, parameters = count(model, (height, width))
     print(f'{args.config}: {flops / 1e9:.3f} GFLOPs at {height} x {width}, {parameters / 1e6:.2f}M parameters')
+    if isinstance(model, DVT):
+        costs = exit_flops(model, torch.zeros(1, 3, height, width))
+        for number, (cost, own) in enumerate(zip(costs, model.exits, strict=True), 1):
+            millions = sum(p.numel() for p in own.parameters()) / 1e6
+            print(f'  up to exit {number}: {cost / 1e9:.3f} GFLOPs; the exit itself has {millions:.2f}M parameters')
 
 
 if __name__ == '__main__':

@@ -18,7 +18,8 @@ from torch import nn
 
 import mmdtn
 from mmdtn import checkpoints
-from mmdtn.backbones import PVTDTN, SwinDTN, T2TViTDTN, ViTDTN
+from mmdtn.backbones import PVTDTN, LeViTDTN, SwinDTN, T2TViTDTN, ViTDTN
+from mmdtn.backbones.base import Backbone
 from mmdtn.backbones.pvt import DTN_HEADS, LN_HEADS
 from mmdtn.checkpoints.convert import split
 from mmdtn.checkpoints.formats import FORMATS, State, recognise
@@ -28,6 +29,7 @@ CLASSES = {
     'SwinDTN': (SwinDTN, 'avg_featmap'),
     'ViTDTN': (ViTDTN, 'cls_token'),
     'T2TViTDTN': (T2TViTDTN, 'cls_token'),
+    'LeViTDTN': (LeViTDTN, 'avg_featmap'),
 }
 
 
@@ -53,7 +55,7 @@ def from_config(path: str) -> nn.Module:
     cfg = Config.fromfile(path)
     import_modules_from_strings(**cfg.get('custom_imports', dict(imports=['mmdtn'])))
     init_default_scope(cfg.get('default_scope', 'mmengine'))
-    cfg.model.backbone.init_cfg = None
+    cfg.model.get('backbone', cfg.model).init_cfg = None
     return MODELS.build(cfg.model)
 
 
@@ -62,16 +64,21 @@ def from_arch(name: str, state: State, said: str, warm_start: bool) -> nn.Module
     kind = recognise(split(state)[0], said)
     if kind.startswith('mmdtn'):
         raise ValueError('A file of this package needs --to CONFIG: its tensors do not tell how it was configured.')
+    if FORMATS[kind].backbone not in CLASSES:
+        raise ValueError(f'A {kind} file needs --to CONFIG: it holds a whole model, a {FORMATS[kind].backbone}.')
     backbone, out_type = CLASSES[FORMATS[kind].backbone]
-    norm_cfg: dict[str, Any] = dict(type='LN')
+    norm_cfg: dict[str, Any] | None = None if backbone is LeViTDTN else dict(type='LN')
     arch: str | dict = name
+    options: dict[str, Any] = dict(out_type='featmap' if kind.startswith('mmdet') else out_type)
     if kind.startswith('dtn'):
         norm_cfg = dict(type='DTN', unbiased=True, pool_second_moment=False)
     elif warm_start:
-        norm_cfg = dict(type='DTN', prenorm=False, eps=1e-5 if backbone is SwinDTN else 1e-6)
+        norm_cfg = dict(type='DTN', prenorm=False, eps=1e-6 if backbone in (PVTDTN, ViTDTN) else 1e-5)
         if backbone is PVTDTN:
             arch = dict(base=name, num_heads=LN_HEADS, norm_heads=DTN_HEADS)
-    return backbone(arch, norm_cfg=norm_cfg, out_type='featmap' if kind.startswith('mmdet') else out_type)
+        elif backbone in (ViTDTN, T2TViTDTN):
+            options['cls_from'] = 0  # as in the file
+    return backbone(arch, norm_cfg=norm_cfg, **options)
 
 
 def main() -> None:
@@ -86,7 +93,7 @@ def main() -> None:
     except (ValueError, FileNotFoundError) as error:
         raise SystemExit(f'{args.source} was not converted: {error}') from None
     print(report)
-    if not hasattr(model, 'backbone'):
+    if isinstance(model, Backbone):
         converted = {f'backbone.{key}': value for key, value in converted.items()}
     meta = dict(mmdtn_version=mmdtn.__version__, converted_from=Path(args.source).name, format=report.format)
     checkpoints.write(args.out, dict(state_dict=converted, meta=meta))

@@ -1,0 +1,24 @@
+# T2T-ViT's transfer to CIFAR, which DVT's authors follow; a config adds the data set, classes and pretrained weights.
+_base_ = 'mmpretrain::_base_/default_runtime.py'
+custom_imports = dict(imports=['mmdtn'])
+model = dict(type='DVT', train_cfg=dict(frozen=['norm', 'cls_token']))  # which the authors' optimizer does not have
+data_preprocessor = dict(mean=[125.307, 122.961, 113.8575], std=[51.5865, 50.847, 51.255], to_rgb=False)
+_resize = dict(type='Resize', scale=(224, 224), backend='pillow', interpolation='bilinear')
+_flip = dict(type='RandomFlip', prob=0.5, direction='horizontal')
+train_pipeline = [_resize, dict(type='RandomCrop', crop_size=224, padding=28), _flip, dict(type='PackInputs')]
+test_pipeline = [_resize, dict(type='PackInputs')]
+calibration_pipeline = [_resize, _flip, dict(type='PackInputs')]
+train_dataloader = dict(batch_size=64, num_workers=4, sampler=dict(type='DefaultSampler', shuffle=True))
+val_dataloader = dict(batch_size=100, num_workers=4, sampler=dict(type='DefaultSampler', shuffle=False))
+val_evaluator = dict(type='ExitAccuracy')
+# New heads learn at 0.05, the rest at a hundredth of it; all end at 2e-4.
+optim_wrapper = dict(
+    optimizer=dict(type='SGD', lr=0.05, momentum=0.9, weight_decay=5e-4),
+    paramwise_cfg=dict(custom_keys={name: dict(lr_mult=0.01) for name in ('stem', 'blocks', 'relations')}),
+)
+param_scheduler = [dict(type='CosineAnnealingLR', eta_min=2e-4, by_epoch=True, end=60)]
+train_cfg = dict(by_epoch=True, max_epochs=60, val_interval=1)
+val_cfg = dict()
+test_cfg = dict()
+default_hooks = dict(checkpoint=dict(max_keep_ckpts=3, save_best='accuracy/top1'))
+auto_scale_lr = dict(base_batch_size=64)

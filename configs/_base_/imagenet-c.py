@@ -1,0 +1,21 @@
+# The test set is a cell of ImageNet-C, whose pictures are 224 px already. Beside a config of
+# a classifier of the thousand classes, whose own test set it takes the place of:
+#     _base_ = ['../vit/vit-s-star-dtn_8xb128_in1k.py', '../_base_/imagenet-c.py']
+#     test_dataloader = dict(_delete_=True, **_base_.imagenet_c.dataloader)
+#     test_evaluator = dict(_delete_=True, **_base_.imagenet_c.evaluator)
+# Another cell: --cfg-options test_dataloader.dataset.data_prefix=fog/3. All of them: test_robustness.py --stored.
+imagenet_c = dict(
+    dataloader=dict(
+        batch_size=64,
+        num_workers=5,
+        dataset=dict(
+            type='ImageNet',
+            data_root='data/imagenet-c',
+            data_prefix='gaussian_noise/1',
+            split='',
+            pipeline=[dict(type='LoadImageFromFile'), dict(type='PackInputs')],
+        ),
+        sampler=dict(type='DefaultSampler', shuffle=False),
+    ),
+    evaluator=dict(type='Accuracy', topk=(1, 5)),
+)

@@ -1,0 +1,18 @@
+# LeViT's recipe, 8 GPUs with 256 images each, 1000 epochs: MMPretrain's, with what its authors' code has besides. Their
+# distillation is left out, for which neither has a part: one head, trained on labels.
+_base_ = ['mmpretrain::levit/levit-128s_8xb256_in1k.py', './no_decay.py']
+custom_imports = dict(imports=['mmdtn'])
+model = dict(
+    backbone=dict(_delete_=True, type='LeViTDTN', arch='128s'),
+    neck=None,  # the backbone gives the mean over its last map
+    head=dict(distillation=False, in_channels=384),
+)
+train_dataloader = dict(sampler=dict(type='RepeatAugSampler', shuffle=True))
+optim_wrapper = dict(
+    paramwise_cfg=dict(_delete_=True, bias_decay_mult=0.0, flat_decay_mult=0.0, **_base_.no_decay),
+)
+custom_hooks = [
+    dict(type='AdaptiveClipHook', clip_factor=0.01),
+    # 0.99996 of the average is kept in each step, of the batch norms' estimates too.
+    dict(type='EMAHook', momentum=4e-5, update_buffers=True, priority='ABOVE_NORMAL'),
+]

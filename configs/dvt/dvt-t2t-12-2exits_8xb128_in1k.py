@@ -1,0 +1,3 @@
+# The variant with two exits of which the paper measures the speed.
+_base_ = './dvt-t2t-12_8xb128_in1k.py'
+model = dict(grids=(7, 14))

@@ -1,0 +1,1 @@
+_base_ = '../_base_/dvt_8xb128_in1k.py'

@@ -1,0 +1,5 @@
+_base_ = '../_base_/levit_8xb256_in1k.py'
+model = dict(
+    backbone=dict(arch='256', norm_cfg=None),
+    head=dict(in_channels=512),
+)

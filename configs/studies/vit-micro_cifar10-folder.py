@@ -1,0 +1,23 @@
+# A ViT with LayerNorm for CIFAR-10 on one CPU core, 1.3 epochs in three minutes; pictures in class folders, as for the
+# learning check of configs/vit. Its 4 blocks have 4 heads of 16 channels; all but the normaliser is as DTN needs it.
+_base_ = '../vit/vit-mini_4e_cifar10-folder.py'
+model = dict(
+    backbone=dict(arch=dict(width=64, depth=4, num_heads=4), dtn_layers=3, cls_from=3),
+    head=dict(in_channels=64),
+)
+_loader = dict(num_workers=0, persistent_workers=False)
+train_dataloader = dict(**_loader)
+val_dataloader = dict(**_loader)
+test_dataloader = dict(**_loader)
+optim_wrapper = dict(optimizer=dict(fused=True))
+max_iters = 522
+train_cfg = dict(_delete_=True, by_epoch=False, max_iters=max_iters, val_interval=174)
+param_scheduler = [
+    dict(type='LinearLR', start_factor=1e-3, by_epoch=False, end=100),
+    dict(type='CosineAnnealingLR', eta_min=1e-5, by_epoch=False, T_max=max_iters),
+]
+log_processor = dict(by_epoch=False)
+default_hooks = dict(
+    logger=dict(interval=10, log_metric_by_epoch=False),
+    checkpoint=dict(by_epoch=False, interval=174, max_keep_ckpts=1, save_best=None),
+)

@@ -1,0 +1,7 @@
+_base_ = ['../_base_/vit-b_cifar-224.py', 'mmpretrain::_base_/datasets/cifar100_bs16.py']
+model = dict(head=dict(num_classes=100))
+train_dataloader = dict(batch_size=128, num_workers=4, dataset=dict(pipeline=_base_.train_transforms))
+val_dataloader = dict(batch_size=128, num_workers=4, dataset=dict(pipeline=_base_.test_transforms))
+test_dataloader = dict(batch_size=128, num_workers=4, dataset=dict(pipeline=_base_.test_transforms))
+val_evaluator = _base_.test_metrics
+test_evaluator = _base_.test_metrics

@@ -1,0 +1,3 @@
+# Table 10a: LayerNorm, and the relative position of DTN's P (Eq. 6) in the attention of the first 10 blocks.
+_base_ = './vit-s-star_8xb128_in1k.py'
+model = dict(backbone=dict(rpe=True))

@@ -1,0 +1,55 @@
+"""Drawings of cascades that images leave early."""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from .figures import COLUMNS, DASHES, MARKERS, Array, panels, picture, shades
+
+
+def budget_curves(
+    curves: Mapping[str, tuple[Sequence[float], Sequence[float]]], exits: tuple[Sequence[float], Sequence[float]]
+) -> Figure:
+    """Top-1 over mean GFLOPs: a line for each way to choose thresholds, a point for each exit that all images take."""
+    figure, axes = panels(1, 1, 5.0)
+    ax = axes[0, 0]
+    for (label, (gflops, accuracy)), colour, dash, marker in zip(
+        curves.items(), shades(len(curves)), DASHES, MARKERS, strict=False
+    ):
+        ax.plot(gflops, accuracy, color=colour, linestyle=dash, marker=marker, markersize=4, label=label)
+    ax.plot(*exits, color='black', linestyle='none', marker='*', markersize=12, label='all images leave at one exit')
+    ax.set(xlabel='GFLOPs of an image, in the mean', ylabel='top-1 in percent')
+    ax.legend()
+    return figure
+
+
+def exit_shares(gflops: Sequence[float], shares: Array) -> Figure:
+    """``P x K``: what part of the images leaves at each exit, over mean GFLOPs."""
+    figure, axes = panels(1, 1, 4.2)
+    ax = axes[0, 0]
+    order = np.argsort(gflops)
+    names = [f'exit {k}' for k in range(1, shares.shape[1] + 1)]
+    for column, name, colour, dash, marker in zip(
+        100 * shares[order].T, names, shades(len(names)), DASHES, MARKERS, strict=False
+    ):
+        x = np.asarray(gflops)[order]
+        ax.plot(x, column, color=colour, linestyle=dash, marker=marker, markersize=4, label=name)
+    ax.set(xlabel='GFLOPs of an image, in the mean', ylabel='images that leave there, in percent', ylim=(0, 100))
+    ax.legend()
+    return figure
+
+
+def examples(rows: dict[str, list[tuple[Array, str]]]) -> Figure:
+    """A row of small pictures, each with its title, under each name; names without pictures stay empty."""
+    figure, axes = panels(len(rows), COLUMNS, 1.9)
+    for ax in axes.flat:
+        ax.axis('off')
+    for line, (name, pictures) in zip(axes, rows.items(), strict=True):
+        line[0].axis('on')
+        line[0].set(xticks=[], yticks=[])
+        for ax, (image, title) in zip(line, pictures, strict=False):
+            ax.axis('on')
+            picture(ax, image, title)
+        line[0].set_ylabel(name)
+    return figure

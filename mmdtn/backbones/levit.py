@@ -1,0 +1,258 @@
+"""LeViT: few tokens behind a stem of convolutions, batch norms everywhere, and DTN in front of every sub-block."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from mmengine.registry import MODELS
+from timm.models import levit
+from torch import Tensor, nn
+
+from mmdtn.norms import Place, build_norm
+
+from . import layers
+from .base import Backbone, architecture
+from .fusing import fold_into, without_batch_norm
+from .layers import run_block
+
+STAGES = 3
+PATCH_SIZE = 16
+MLP_RATIO = 2
+
+
+@MODELS.register_module()
+class LeViTDTN(Backbone):
+    """LeViT (arXiv 2104.01136) on maps ``B x H x W x C``, with DTN in front of every attention and MLP.
+
+    LeViT has a batch norm behind every layer, which ``timm.utils.reparameterize_model`` folds into the layer, and no
+    norm where other transformers have LayerNorm. There ``norm_cfg`` puts one; the batch norms stay. The attention has a
+    bias for each distance on a grid of one size, so that a model takes images of that size alone.
+
+    Args:
+        arch: ``'128s' | '128' | '192' | '256' | '384'``, or a dict of the fields of ``ARCHS``; with a name under
+            ``'base'``, only of those that differ from it. ``norm_heads`` gives DTN the heads of each stage; else they
+            are as many as the attention has, or the next number below that divides the width.
+        norm_cfg: Normaliser in front of every attention and MLP: ``dict(type='DTN')``, or any registered one that works
+            on ``B x H x W x C``. None is the published LeViT.
+        pool_sizes: DTN's pool size in each stage.
+        out_indices: Stages whose maps ``'featmap'`` returns.
+        out_type: ``'avg_featmap'``, a tuple of one ``B x C``, the mean over the last map, for classification; or
+            ``'featmap'``, a tuple of ``B x C x H x W``, at 1/16, 1/32 and 1/64 of the image's sides.
+        img_size: Side of the images, or ``(height, width)``.
+        in_channels: Channels of the image.
+        drop_path_rate: Stochastic depth, the same in all blocks; None takes the architecture's.
+        frozen_stages: -1 nothing, 0 the stem, n also the first n stages.
+        norm_eval: Keep batch norms in evaluation mode.
+        with_cp: Compute each block again in the backward pass, to save memory.
+        fused: Norms that were fused into their neighbours: tools/model_converters/fuse.py writes this.
+        init_cfg: ``dict(type='Pretrained', checkpoint=..., prefix='backbone.')`` loads what MMPretrain saved.
+
+    Example:
+        >>> (features,) = LeViTDTN('128s')(torch.randn(1, 3, 224, 224))
+        >>> maps = LeViTDTN('128s', out_type='featmap', img_size=(64, 96))(torch.randn(1, 3, 64, 96))
+        >>> features.shape, [tuple(m.shape) for m in maps]
+        (torch.Size([1, 384]), [(1, 128, 4, 6), (1, 256, 2, 3), (1, 384, 1, 2)])
+    """
+
+    def __init__(
+        self,
+        arch: str | dict = '128s',
+        norm_cfg: dict | None = dict(type='DTN'),  # noqa: B006  # MM's convention; never written to
+        pool_sizes: Sequence[int] = (2, 1, 1),
+        out_indices: Sequence[int] = (0, 1, 2),
+        out_type: str = 'avg_featmap',
+        img_size: int | Sequence[int] = 224,
+        in_channels: int = 3,
+        drop_path_rate: float | None = None,
+        frozen_stages: int = -1,
+        norm_eval: bool = False,
+        with_cp: bool = False,
+        fused: Sequence[str] = (),
+        init_cfg: dict | None = None,
+    ) -> None:
+        super().__init__(frozen_stages, norm_eval, init_cfg)
+        a = _arch(arch)
+        if out_type not in ('avg_featmap', 'featmap'):
+            raise ValueError(f"out_type={out_type!r}: choose 'avg_featmap' (classification) or 'featmap'.")
+        if not set(out_indices) <= set(range(STAGES)):
+            raise ValueError(f'out_indices={out_indices} counts stages from 0 to {STAGES - 1}.')
+        if len(pool_sizes) != STAGES:
+            raise ValueError(f'pool_sizes={pool_sizes} should have a value for each of the {STAGES} stages.')
+        self.out_indices = tuple(out_indices)
+        self.out_type = out_type
+        self.img_size = (img_size, img_size) if isinstance(img_size, int) else tuple(img_size)
+        self.num_features = a['widths'][-1]
+        drop_path = a['drop_path_rate'] if drop_path_rate is None else drop_path_rate
+
+        self.patch_embed = levit.Stem16(in_channels, a['widths'][0], act_layer=nn.Hardswish)
+        grid = self.grid = _grid(self.img_size)
+        places = [Place(*heads_and_pool) for heads_and_pool in zip(a['norm_heads'], pool_sizes, strict=True)]
+        self.stages = nn.ModuleList()
+        for i, (width, place) in enumerate(zip(a['widths'], places, strict=True)):
+            blocks: list[nn.Module] = []
+            if i > 0:
+                before = a['widths'][i - 1]
+                shrinking = ShrinkingAttention(before, width, a['key_width'], grid)
+                blocks.append(ShrinkingBlock(before, width, shrinking, drop_path, norm_cfg, places[i - 1], place))
+                grid = shrinking.shrunk
+            for _ in range(a['depths'][i]):
+                attention = Attention(width, a['key_width'], a['num_heads'][i], grid)
+                blocks.append(layers.Block(width, attention, Mlp(width), drop_path, norm_cfg, place))
+            self.stages.append(Stage(blocks, with_cp))
+        if with_cp:
+            self.check_checkpointing()
+        if fused:  # or else a missing norm in front of a layer with a batch norm would be taken for a fused one
+            self.make_room(fused)
+
+    def init_weights(self) -> None:
+        """As published: every layer keeps its own start."""
+        if self.init_cfg is not None:
+            super().init_weights()
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        if _grid(x.shape[2:]) != self.grid:
+            height, width = self.img_size
+            raise ValueError(
+                f'This LeViTDTN takes images of {height} x {width}, as its attention has a bias for each distance on '
+                f'their grid alone, but got {x.shape[2]} x {x.shape[3]}. Resize the images, or build it with '
+                f'img_size=({x.shape[2]}, {x.shape[3]}).'
+            )
+        x = self.patch_embed(x).permute(0, 2, 3, 1).contiguous()
+        maps = []
+        for stage in self.stages:
+            x = stage(x)
+            maps.append(x)
+        if self.out_type == 'avg_featmap':
+            return (x.mean((1, 2)),)
+        return tuple(maps[i].permute(0, 3, 1, 2).contiguous() for i in self.out_indices)
+
+    def frozen_parts(self) -> Iterator[nn.Module]:
+        yield self.patch_embed
+        yield from self.stages[: self.frozen_stages]
+
+
+class Stage(nn.Module):
+    """Blocks, of which the first one of the second and third stage shrinks the map."""
+
+    def __init__(self, blocks: list[nn.Module], with_cp: bool) -> None:
+        super().__init__()
+        self.with_cp = with_cp
+        self.blocks = nn.ModuleList(blocks)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = run_block(block, x, again=self.with_cp)
+        return x
+
+
+class ShrinkingBlock(layers.Block):
+    """To a map of half the sides and another width: attention that replaces its input, then an MLP as everywhere."""
+
+    def __init__(
+        self,
+        in_channels: int,
+        channels: int,
+        attn: nn.Module,
+        drop_path: float,
+        norm_cfg: dict[str, Any] | None,
+        place_before: Place,
+        place: Place,
+    ) -> None:
+        super().__init__(channels, attn, Mlp(channels), drop_path, norm_cfg, place)
+        self.norm1 = build_norm(norm_cfg, in_channels, place_before)
+
+    def forward(self, x: Tensor, grid: tuple[int, int] | None = None) -> Tensor:
+        """``grid`` is never needed: there is no class token."""
+        x = self.attn(self.norm1(x))
+        return x + self.drop_path(self.mlp(self.norm2(x)))
+
+
+class _LiveBiases:
+    """timm keeps the biases of evaluation, for longer than the weights, the graph or the fake tensors they came of."""
+
+    attention_biases: nn.Parameter
+    attention_bias_idxs: Tensor
+
+    def get_attention_biases(self, device: torch.device) -> Tensor:
+        return self.attention_biases[:, self.attention_bias_idxs]
+
+
+class Attention(_LiveBiases, levit.Attention):
+    """timm's, on a map."""
+
+    qkv: Any  # with its batch norm or without
+
+    def __init__(self, channels: int, key_width: int, num_heads: int, grid: tuple[int, int]) -> None:
+        super().__init__(channels, key_width, num_heads, attn_ratio=2, resolution=grid, act_layer=nn.Hardswish)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.flatten(1, 2)).view(x.shape)
+
+    def take_in(self, a: Tensor, b: Tensor) -> None:
+        """A norm in front of it."""
+        self.qkv = without_batch_norm(self.qkv)
+        fold_into(self.qkv, a, b)
+
+
+class ShrinkingAttention(_LiveBiases, levit.AttentionDownsample):
+    """timm's, on a map: the queries are the tokens of every second row and column."""
+
+    kv: Any
+    q: Any
+
+    def __init__(self, in_channels: int, channels: int, key_width: int, grid: tuple[int, int]) -> None:
+        num_heads = in_channels // key_width
+        super().__init__(
+            in_channels, channels, key_width, num_heads, attn_ratio=4, resolution=grid, act_layer=nn.Hardswish
+        )
+        self.shrunk = (-(-grid[0] // self.stride), -(-grid[1] // self.stride))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.flatten(1, 2)).unflatten(1, self.shrunk)
+
+    def take_in(self, a: Tensor, b: Tensor) -> None:
+        """A norm in front of it."""
+        self.kv, self.q.ln = without_batch_norm(self.kv), without_batch_norm(self.q.ln)
+        fold_into(self.kv, a, b)
+        fold_into(self.q.ln, a, b)
+
+
+class Mlp(levit.LevitMlp):
+    """timm's, on a map."""
+
+    ln1: Any
+
+    def __init__(self, channels: int) -> None:
+        super().__init__(channels, MLP_RATIO * channels, act_layer=nn.Hardswish)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.flatten(1, 2)).view(x.shape)
+
+    def take_in(self, a: Tensor, b: Tensor) -> None:
+        """A norm in front of it."""
+        self.ln1 = without_batch_norm(self.ln1)
+        fold_into(self.ln1, a, b)
+
+
+def _grid(size: Sequence[int]) -> tuple[int, int]:
+    height, width = (-(-side // PATCH_SIZE) for side in size)
+    return height, width
+
+
+def _arch(arch: str | dict) -> dict[str, Any]:
+    """The fields of an architecture; DTN's heads follow the attention's unless they are said."""
+    said = architecture(arch, ARCHS, optional=('norm_heads',))
+    norm_heads = [
+        next(n for n in range(heads, 0, -1) if width % n == 0)
+        for heads, width in zip(said['num_heads'], said['widths'], strict=True)
+    ]
+    return dict(norm_heads=norm_heads) | said
+
+
+ARCHS: dict[str, dict[str, Any]] = {
+    '128s': dict(widths=(128, 256, 384), key_width=16, num_heads=(4, 6, 8), depths=(2, 3, 4), drop_path_rate=0.0),
+    '128': dict(widths=(128, 256, 384), key_width=16, num_heads=(4, 8, 12), depths=(4, 4, 4), drop_path_rate=0.0),
+    '192': dict(widths=(192, 288, 384), key_width=32, num_heads=(3, 5, 6), depths=(4, 4, 4), drop_path_rate=0.0),
+    '256': dict(widths=(256, 384, 512), key_width=32, num_heads=(4, 6, 8), depths=(4, 4, 4), drop_path_rate=0.0),
+    '384': dict(widths=(384, 512, 768), key_width=32, num_heads=(6, 9, 12), depths=(4, 4, 4), drop_path_rate=0.1),
+}

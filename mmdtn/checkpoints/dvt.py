@@ -1,0 +1,79 @@
+"""State dicts of the published Dynamic Vision Transformer as ours, and back."""
+
+import re
+
+import torch
+from torch import Tensor, nn
+
+State = dict[str, Tensor]
+PREFIXES = ('less_less_token', 'less_token', 'normal_token')  # 7 x 7, 10 x 10, 14 x 14 tokens
+# Ours and theirs, within an exit; theirs has the spelling mistake.
+NAMES = [
+    ('stem.proj.', 'patch_embed.proj.'),
+    ('stem.project.', 'tokens_to_token.project.'),
+    ('relations.conv1.', 'relation_reuse_conv.0.'),
+    ('relations.conv2.', 'relation_reuse_conv.2.'),
+    ('.features.norm.', '.feature_resuse_mlp.0.'),
+    ('.features.mlp.', '.feature_resuse_mlp.1.'),
+]
+for layer in ('attention1.', 'attention2.'):
+    same = [(name, name) for name in ('proj.', 'norm1.', 'norm2.')]
+    for ours, theirs in [('features', 'w'), ('qkv.', 'kqv.'), ('fc1.', 'mlp.0.'), ('fc2.', 'mlp.2.'), *same]:
+        NAMES.append((f'stem.{layer}{ours}', f'tokens_to_token.{layer}{theirs}'))
+PART = re.compile(
+    r'cls_token|pos_embed|(norm|head|tokens_to_token\.project|patch_embed\.proj)\.(weight|bias)|'
+    r'tokens_to_token\.attention[12]\.(w|(kqv|proj|norm[12]|mlp\.[02])\.(weight|bias))|'
+    r'blocks\.\d+\.(norm[12]|attn\.(qkv|proj)|mlp\.fc[12]|feature_resuse_mlp\.(0|1\.fc[12]))\.(weight|bias)|'
+    r'relation_reuse_conv\.[02]\.(weight|bias)'
+)
+
+
+def from_dvt(state: State) -> State:
+    """The authors' cascade. The table of sines that T2T-ViT's exits have is checked, and left out: ours computes it."""
+    from mmdtn.backbones.t2t import sines  # which reads checkpoints itself
+
+    present = [prefix for prefix in PREFIXES if any(key.startswith(f'{prefix}.') for key in state)]
+    computed = any('.tokens_to_token.' in key for key in state)
+    out: State = {}
+    for key, value in state.items():
+        prefix, _, part = key.partition('.')
+        if prefix not in present or not PART.fullmatch(part):
+            raise ValueError(f'{key} is no key of a published DVT.')
+        if part == 'pos_embed' and computed:
+            if not torch.allclose(value, sines(*value.shape[1:])[None], atol=1e-5):
+                raise ValueError(f'{key} is not the table of sines that every T2T-ViT has.')
+            continue
+        if '.kqv.' in part:
+            k, q, v = value.chunk(3)
+            value = torch.cat((q, k, v))
+        for ours, theirs in NAMES:
+            part = part.replace(theirs, ours)
+        out[f'exits.{present.index(prefix)}.{part}'] = value
+    return out
+
+
+def to_dvt(model: nn.Module) -> State:
+    """The weights of a cascade under the authors' names: the inverse of :func:`from_dvt`."""
+    state = model.state_dict()
+    exits = list(model.get_submodule('exits').children())
+    state |= {f'exits.{i}.pos_embed': exit.get_buffer('pos_embed') for i, exit in enumerate(exits) if _computes(exit)}
+    prefixes = {1: PREFIXES[2:], 2: PREFIXES[::2], 3: PREFIXES}.get(len(exits))
+    if prefixes is None:
+        raise ValueError(f'The published layout has names for three exits, but the model has {len(exits)}.')
+    out: State = {}
+    for key, value in state.items():
+        _, number, part = key.split('.', 2)
+        for ours, theirs in NAMES:
+            part = part.replace(ours, theirs)
+        if not PART.fullmatch(part):
+            raise ValueError(f'The published layout has no place for {key}: its models have LayerNorm.')
+        if '.kqv.' in part:
+            q, k, v = value.chunk(3)
+            value = torch.cat((k, q, v))
+        out[f'{prefixes[int(number)]}.{part}'] = value.detach()
+    return out
+
+
+def _computes(exit: nn.Module) -> bool:
+    """Its positions, which are no weights of ours then, but are in published files."""
+    return 'pos_embed' in dict(exit.named_buffers(recurse=False))

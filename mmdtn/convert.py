@@ -1,0 +1,284 @@
+"""DTN, or a sibling, in the place of LayerNorm in a model that was not written for it."""
+
+import inspect
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from mmengine.registry import MODELS
+from torch import Tensor, nn
+
+from mmdtn.grids import Found, Layout, Size, survey
+from mmdtn.norms import DTN, Place, build_norm, norm_class
+from mmdtn.norms.dtn import mix_of
+
+FEWEST_TOKENS = 7  # a side: neighbourhoods of fewer are most of the image
+POOL_SIZES = (1, 2, 4, 8)
+CELLS = 14  # a side, which the paper's pool sizes make of every stage at 224 pixels
+Patterns = str | Sequence[str] | None
+
+
+@dataclass
+class Converted:
+    """A new norm, and where the tokens lie that it is given: for the example's size, and for any."""
+
+    norm: str
+    grid: Size
+    layout: Layout
+
+    def __str__(self) -> str:
+        prefix = self.layout.prefix
+        behind = f', behind {prefix} other token{"s"[: prefix - 1]}' if prefix else ''
+        return f'{self.norm}, {_by(self.grid)} tokens as {self.layout.form}{behind}'
+
+
+@dataclass
+class Report:
+    """What became of each LayerNorm of a model, and what else normalises in it."""
+
+    model: str
+    sizes: list[Size]
+    converted: dict[str, Converted] = field(default_factory=dict)  # by name
+    kept: dict[str, str] = field(default_factory=dict)  # why
+    others: dict[str, str] = field(default_factory=dict)  # what: no LayerNorm
+
+    def __str__(self) -> str:
+        taken = ', '.join(f'{height} x {width}' for height, width in self.sizes)
+        alone = '; it takes no other size' if len(self.sizes) == 1 else ''
+        number = len(self.converted) + len(self.kept)
+        lines = [f'{self.model}: {len(self.converted)} of {number} LayerNorm converted; seen at {taken}{alone}']
+        lines += [f'  {name}: {norm}' for name, norm in self.converted.items()]
+        lines += [f'  {name} stays, as it {why}' for name, why in self.kept.items()]
+        lines += [f'  {name} is no LayerNorm: {what}' for name, what in self.others.items()]
+        return '\n'.join(lines)
+
+
+def convert_norms(
+    model: nn.Module,
+    example_size: tuple[int, ...] = (224, 224),
+    *,
+    norm_cfg: dict[str, Any] = dict(type='DTN', prenorm=False),  # noqa: B006  # MM's convention; never written to
+    warm_start: float | None = 0.999,
+    num_heads: int | Literal['auto'] = 'auto',
+    pool_size: int | Literal['auto'] = 'auto',
+    include: Patterns = None,
+    exclude: Patterns = None,
+) -> Report:
+    """Replaces LayerNorm by DTN in the blocks of ``model``, in place, and says what became of each.
+
+    The model is run at three sizes to find the grid of each norm's input, and once with gradients to prove in which
+    order the tokens lie. A norm without a grid stays. Old keys of the state dict stay; DTN adds ``mean_mix``,
+    ``var_mix`` and ``position`` to each. Call ``model`` itself from then on: that tells its norms the image's size.
+
+    Args:
+        model: Takes a batch of images as its first argument.
+        example_size: ``(height, width)`` of images with three channels, or ``(channels, height, width)``.
+        norm_cfg: The new norm: DTN, or a sibling such as ``dict(type='IN')`` in DTN's places. ``eps`` stays the old
+            norm's unless it is in here. Weights and biases stay where they mean the same in the new norm.
+        warm_start: Both lambdas of every DTN. At 1 the model computes what it did. None leaves DTN's own start, 1/2.
+        num_heads: DTN's heads, and groups of siblings; ``'auto'``: as many as the block's attention has, if that
+            divides the channels, else 1.
+        pool_size: ``'auto'``: that of 1, 2, 4, 8 with which the example's grid comes closest to 14 cells a side.
+        include: Regular expressions to search the names of norms for: then these are converted, wherever they are.
+            None: those of residual blocks, on grids of at least 7 tokens a side.
+        exclude: Regular expressions of names that stay.
+
+    Example:
+        >>> model = timm.create_model('pvt_v2_b0')
+        >>> report = convert_norms(model)
+        >>> len(report.converted), report.kept['norm']
+    """
+    including, excluding = (None if p is None else [p] if isinstance(p, str) else list(p) for p in (include, exclude))
+    found = survey(model, example_size)
+    _check_patterns([*(including or ()), *(excluding or ())], [f.name for f in found.norms])
+    report = Report(type(model).__name__, found.sizes, others=found.others)
+    image = ImageSize(found.sizes[0] if len(found.sizes) == 1 else None)
+    modules, new, told = dict(model.named_modules()), {}, False
+    for f in found.norms:
+        if why := _why_not(f, including, excluding):
+            report.kept[f.name] = why
+            continue
+        assert f.layout is not None
+        old: Any = modules[f.name]
+        place = Place(
+            num_heads if isinstance(num_heads, int) else _heads(modules[f.parent], old.normalized_shape[0]),
+            pool_size if isinstance(pool_size, int) else _pool_size(f.grid),
+        )
+        norm = new[old] = _like(old, norm_cfg, place, warm_start)
+        takes_grid = isinstance(norm, DTN) and f.layout.form == 'B x T x C'
+        told |= takes_grid
+        norm.register_forward_pre_hook(Placed(f.layout, image if takes_grid else None), with_kwargs=True)
+        if f.layout.form == 'B x C x H x W':
+            norm.register_forward_hook(_channels_first_again)
+        report.converted[f.name] = Converted(repr(norm), f.grid, f.layout)
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if child in new:
+                setattr(parent, name, new[child])
+    if told:
+        model.register_forward_pre_hook(image.enter, with_kwargs=True)
+        model.register_forward_hook(image.leave, always_call=True)
+    return report
+
+
+@MODELS.register_module(name='ConvertedBackbone')
+def converted_backbone(backbone: dict[str, Any], **options: Any) -> nn.Module:
+    """For configs: the model that ``backbone`` builds, behind :func:`convert_norms` with ``options``.
+
+    It is the model itself, not a wrapper, so checkpoints of it with LayerNorm load as they are, also by its own
+    ``init_cfg``.
+
+    Example:
+        backbone=dict(type='ConvertedBackbone', backbone=dict(type='mmdet.SwinTransformer', embed_dims=96))
+    """
+    model = MODELS.build(backbone)
+    report = convert_norms(model, **options)
+    if not report.converted:
+        raise ValueError(f'ConvertedBackbone found no norm to convert. {report}')
+    return model
+
+
+class ImageSize:
+    """The size of the images that a model works on: its norms ask for it, and nobody else does.
+
+    A norm that runs outside a call of the model does so because activation checkpointing computes its block again. By
+    then there may have been other images: the sizes since the last such time are kept, and the number of tokens tells.
+    """
+
+    def __init__(self, only: Size | None) -> None:
+        self.only = only
+        self.now: Size | None = None
+        self.pending: set[Size] = set()
+        self.computing_again = False
+
+    def enter(self, model: nn.Module, args: tuple, kwargs: dict) -> None:
+        """Before each call of the model."""
+        images = [v for v in (*args, *kwargs.values()) if isinstance(v, Tensor) and v.dim() == 4]
+        if not images:
+            raise ValueError(f'{type(model).__name__} has norms on grids, and takes images B x C x H x W for that.')
+        self.now = images[0].shape[2], images[0].shape[3]
+        if self.only is not None and self.now != self.only:
+            raise ValueError(
+                f'The norms of {type(model).__name__} were converted for images of {_by(self.only)}, the only size '
+                f'that it took then, but got {_by(self.now)}.'
+            )
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            if self.computing_again:  # in the backward pass of what came before, which is over
+                self.pending.clear()
+                self.computing_again = False
+            self.pending.add(self.now)
+
+    def leave(self, *_: Any) -> None:
+        """After each call of the model."""
+        self.now = None
+
+    def grid(self, layout: Layout, tokens: int) -> Size:
+        """Of a norm that is given so many tokens."""
+        if self.now is not None:
+            grid = layout.grid(self.now)
+            if layout.prefix + grid[0] * grid[1] == tokens:
+                return grid
+            raise ValueError(
+                f'A norm has {layout.prefix} + {_by(grid)} tokens for an image of {_by(self.now)} by what the model '
+                f'showed when it was converted, but got {tokens}. Convert it with the example_size={self.now}.'
+            )
+        self.computing_again = True
+        grids = {grid for size in self.pending if layout.prefix + math.prod(grid := layout.grid(size)) == tokens}
+        if len(grids) == 1:
+            return grids.pop()
+        if not grids:
+            raise ValueError(
+                f'A norm got {tokens} tokens outside a call of the model, which tells it the size of the image. Call '
+                'model(images) and not a method of it, as forward_features; or convert the module that is called.'
+            )
+        raise ValueError(
+            f'A norm computes again for the backward pass with {tokens} tokens, which may lie as '
+            f'{" or ".join(sorted(map(_by, grids)))}: images of such sizes were passed before one backward pass. Call '
+            'backward() after each, or leave out activation checkpointing.'
+        )
+
+
+@dataclass
+class Placed:
+    """What a converted norm is called with: tokens with channels last, and the grid of flat ones if it takes any."""
+
+    layout: Layout
+    image: ImageSize | None
+
+    def __call__(self, norm: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        x = args[0] if args else next(iter(kwargs.values()))  # and no more: MMPretrain's say data_format as well
+        if self.layout.form == 'B x C x H x W':
+            return (x.permute(0, 2, 3, 1),), {}
+        if self.image is None:
+            return (x,), {}
+        return (x, self.image.grid(self.layout, x.shape[1]), self.layout.prefix), {}
+
+
+def _channels_first_again(norm: nn.Module, args: tuple, y: Tensor) -> Tensor:
+    return y.permute(0, 3, 1, 2)
+
+
+def _check_patterns(patterns: list[str], names: list[str]) -> None:
+    for pattern in patterns:
+        if not any(re.search(pattern, name) for name in names):
+            raise ValueError(f'{pattern!r} is in the name of no LayerNorm; their names are like {names[:3]}.')
+
+
+def _why_not(f: Found, including: list[str] | None, excluding: list[str] | None) -> str:
+    if any(re.search(pattern, f.name) for pattern in excluding or ()):
+        return 'is excluded'
+    if including is not None and not any(re.search(pattern, f.name) for pattern in including):
+        return 'is not included'
+    if f.layout is None:
+        return f.why
+    if including is None and not f.in_block:
+        where = f.parent or 'the model'
+        return f'is in no residual block: with weights of zero {where} does not return what it is given'
+    if including is None and min(f.grid) < FEWEST_TOKENS:
+        return f'has a grid of {_by(f.grid)} tokens, less than {FEWEST_TOKENS} a side'
+    return ''
+
+
+def _heads(block: nn.Module, channels: int) -> int:
+    said = [getattr(m, name, None) for m in block.modules() for name in ('num_heads', 'num_attention_heads')]
+    heads = next((number for number in said if isinstance(number, int)), 1)
+    return heads if heads > 0 and channels % heads == 0 else 1
+
+
+def _pool_size(grid: Size) -> int:
+    return min(POOL_SIZES, key=lambda side: abs(max(grid) / side - CELLS))
+
+
+def _like(old: Any, norm_cfg: dict[str, Any], place: Place, warm_start: float | None) -> nn.Module:
+    """A norm for the place of ``old``, with what it has learned."""
+    like_old = dict(eps=old.eps, affine=old.weight is not None)
+    known = inspect.signature(norm_class(norm_cfg)).parameters
+    cfg = {name: value for name, value in like_old.items() if name in known} | norm_cfg
+    new: Any = build_norm(cfg, old.normalized_shape[0], place)
+    with torch.no_grad():
+        if isinstance(new, DTN) and warm_start is not None:
+            if new.settings.prenorm or new.mean_mix is None or new.var_mix is None:
+                raise ValueError(
+                    "warm_start needs norm_cfg=dict(type='DTN', prenorm=False) with both lambdas learned, but norm_cfg "
+                    f'gives {new}. With warm_start=None its lambdas start where they are.'
+                )
+            for mix in (new.mean_mix, new.var_mix):
+                mix.fill_(mix_of(warm_start))
+        if old.weight is not None:
+            new.to(old.weight.device, old.weight.dtype)
+        for name, start in (('weight', 1), ('bias', 0)):
+            source, target = getattr(old, name), getattr(new, name, None)
+            if target is None or target.shape != old.normalized_shape or not (target == start).all():
+                continue  # not what LayerNorm has under this name
+            if source is None:
+                target.requires_grad_(False)
+            else:
+                target.copy_(source).requires_grad_(source.requires_grad)
+    return new.train(old.training)
+
+
+def _by(size: Size) -> str:
+    return f'{size[0]} x {size[1]}'

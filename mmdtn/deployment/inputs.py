@@ -1,0 +1,66 @@
+"""What a model takes: how its test pipeline prepares an image, in plain data that predict.py reads."""
+
+from typing import Any
+
+import torch
+from mmcv.transforms import CenterCrop, LoadAnnotations, LoadImageFromFile, Resize
+from mmengine.config import Config
+from mmengine.registry import DATASETS, TRANSFORMS
+from torch import Tensor
+
+from mmdtn.errors import UserError
+from mmdtn.registry import class_of
+
+
+def dataset_of(cfg: Config) -> dict[str, Any]:
+    loader = cfg.get('test_dataloader')
+    if not loader:
+        raise UserError('The config has no test_dataloader, whose pipeline says how images are prepared.')
+    dataset = loader.dataset
+    while 'dataset' in dataset:
+        dataset = dataset.dataset
+    return dataset
+
+
+def reads_bgr(cfg: Config) -> bool:
+    """Files are read as BGR; data sets of arrays, such as CIFAR, are RGB."""
+    return any(issubclass(class_of(step, TRANSFORMS), LoadImageFromFile) for step in dataset_of(cfg)['pipeline'])
+
+
+def turns_colours(preprocessor: Any, mean: Tensor, std: Tensor) -> bool:
+    """Whether a data preprocessor, which normalises by ``mean`` and ``std``, makes RGB of BGR or the other way."""
+    ramp = torch.tensor([0, 100, 200], dtype=torch.uint8).view(3, 1, 1).expand(3, 64, 64)
+    given = preprocessor(dict(inputs=[ramp], data_samples=None))['inputs'] * std + mean
+    return bool(given[0, 0, 0, 0] > given[0, 2, 0, 0])
+
+
+def steps_of(cfg: Config) -> list[dict[str, Any]]:
+    """What happens to the image between reading and packing."""
+    return [step for settings in dataset_of(cfg)['pipeline'] if (step := _step(settings))]
+
+
+def _step(settings: dict[str, Any]) -> dict[str, Any] | None:
+    kind = class_of(settings, TRANSFORMS)
+    if issubclass(kind, (LoadImageFromFile, LoadAnnotations)) or kind.__name__.startswith('Pack'):
+        return None
+    step = TRANSFORMS.build(settings)
+    if issubclass(kind, CenterCrop) and not step.auto_pad:
+        return dict(do='crop', size=list(step.crop_size))
+    resampling = dict(backend=getattr(step, 'backend', None), interpolation=getattr(step, 'interpolation', None))
+    if resampling['backend'] == 'pillow' or resampling == dict(backend='cv2', interpolation='bilinear'):
+        if issubclass(kind, Resize) and step.scale is not None:
+            return dict(do='resize', scale=list(step.scale), keep_ratio=step.keep_ratio, **resampling)
+        if kind.__name__ == 'ResizeEdge':
+            return dict(do='resize_edge', scale=step.scale, edge=step.edge, **resampling)
+    raise UserError(
+        f'The test pipeline has {step}, which predict.py cannot repeat: it knows CenterCrop, and Resize to a scale and '
+        "ResizeEdge, both by pillow or by cv2's bilinear interpolation. Change it, or export with --raw."
+    )
+
+
+def classes_of(cfg: Config) -> tuple[str, ...]:
+    """As the data set of the config names them; none if it does not."""
+    dataset = dataset_of(cfg)
+    metainfo = dataset.get('metainfo') or getattr(class_of(dataset, DATASETS), 'METAINFO', {})
+    classes = metainfo.get('classes') or ()
+    return () if isinstance(classes, str) else tuple(classes)  # a str is the path of a file

@@ -1,0 +1,118 @@
+"""An exported file beside the model that it came of, on pictures of two sizes."""
+
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mmdtn.datasets import CLASSES, draw_scene
+from mmdtn.errors import UserError
+
+from .files import Run
+from .graphs import Graph, flattened
+from .predict import pasted
+
+TOLERANCE = 1e-3  # in scores, in logits and in pixels
+OBJECTS = 8
+REPEATS = 3
+
+
+class Comparison(NamedTuple):
+    shape: tuple[int, ...]
+    difference: float
+    boxes: int | None
+    original: float  # seconds
+    exported: float
+
+
+@torch.no_grad()
+def compare(graph: Graph, run: Run, batch: int, height: int, width: int) -> Comparison:
+    """Pictures of a size that the file takes; those for detectors have an edge that is padded, where the model pads."""
+    down, right = (min(edge, graph.model.data_preprocessor.pad_size_divisor - 1) for edge in (5, 3))
+    size = (height - down, width - right) if graph.task == 'detection' else (height, width)
+    images = np.stack([picture(seed, *size) for seed in range(batch)])
+    padded = torch.tensor(graph.padding()).expand(batch, height, width, 3).contiguous()
+    padded[:, : size[0], : size[1]] = torch.from_numpy(images)
+    inputs = [padded.permute(0, 3, 1, 2).contiguous()] + [torch.tensor(size)] * (graph.task == 'detection')
+    as_read = torch.from_numpy(images[..., ::-1].copy() if graph.reads_bgr else images).permute(0, 3, 1, 2)
+
+    want, got = original(graph, as_read), [tensor for _, tensor in flattened(run(*inputs), '')]
+    of = len if graph.task == 'detection' else Tensor.size  # masks come as grids of their boxes
+    shapes = [', '.join(str(of(tensor)) for tensor in found) for found in (got, want)]
+    if shapes[0] != shapes[1]:
+        raise UserError(
+            f'At {height} x {width} pixels the exported model gives outputs of {shapes[0]}, but the original of '
+            f'{shapes[1]}: no file was written.'
+        )
+    if graph.task == 'detection':
+        difference = boxes_apart(want, got)
+    else:
+        difference = max(float((a - b).abs().max()) for a, b in zip(want, got, strict=True))
+    if not difference <= TOLERANCE:
+        raise UserError(
+            f'The exported model and the original differ by {difference:.2g} at {height} x {width} pixels, more than '
+            f'{TOLERANCE:g}: no file was written.'
+        )
+    seconds = shortest(lambda: original(graph, as_read)), shortest(lambda: run(*inputs))
+    return Comparison(
+        (batch, 3, height, width), difference, len(want[0]) if graph.task == 'detection' else None, *seconds
+    )
+
+
+def boxes_apart(want: list[Tensor], got: list[Tensor]) -> float:
+    """The largest distance of a box, with its score, to the nearest of its class; equal scores leave the order open."""
+    (boxes, scores, labels), (other_boxes, other_scores, other_labels) = want[:3], got[:3]
+    if len(labels) == 0:
+        return 0.0
+    apart = (boxes[:, None] - other_boxes).abs().amax(-1).maximum((scores[:, None] - other_scores).abs())
+    apart = apart.masked_fill(labels[:, None] != other_labels, float('inf'))
+    nearest, places = apart.min(1)
+    difference = float(max(nearest.max(), apart.amin(0).max()))
+    if len(want) == 4:
+        difference = max(difference, masks_apart(want[3], got[3][places], boxes))
+    return difference
+
+
+def masks_apart(masks: Tensor, grids: Tensor, boxes: Tensor) -> float:
+    """The largest share of a picture's pixels in which a mask differs."""
+    shown = (pasted(*one, *masks.shape[1:]) for one in zip(grids.numpy(), boxes.tolist(), strict=True))
+    return max(float((a != b.numpy()).mean()) for a, b in zip(shown, masks, strict=True))
+
+
+def original(graph: Graph, images: Tensor) -> list[Tensor]:
+    """What MM's own code makes of images as they are read, as its test loop calls it."""
+    model: Any = graph.model
+    if graph.task == 'raw':
+        normalised = model.data_preprocessor(dict(inputs=list(images), data_samples=None))['inputs']
+        return [tensor for _, tensor in flattened(model(normalised, mode='tensor'), 'output')]
+    if graph.task == 'classification':
+        from mmpretrain.structures import DataSample
+
+        samples = model.test_step(dict(inputs=list(images), data_samples=[DataSample() for _ in images]))
+        return [torch.stack([sample.pred_score for sample in samples])]
+    from mmdet.structures import DetDataSample
+
+    size = tuple(images.shape[2:])
+    sample = DetDataSample(metainfo=dict(img_shape=size, ori_shape=size, scale_factor=(1.0, 1.0)))
+    (sample,) = model.test_step(dict(inputs=list(images), data_samples=[sample]))
+    found = sample.pred_instances
+    return [found[name] for name in ('bboxes', 'scores', 'labels', 'masks') if name in found]
+
+
+def picture(seed: int, height: int, width: int) -> np.ndarray:
+    """Objects, so that a detector has something to find: height x width x RGB."""
+    rng = np.random.default_rng(seed)
+    sizes = rng.uniform(0.1, 0.5, OBJECTS) * min(height, width)
+    return draw_scene(rng, height, width, rng.integers(len(CLASSES), size=OBJECTS), sizes)[0]
+
+
+def shortest(run: Callable[[], object]) -> float:
+    seconds = []
+    for _ in range(REPEATS):
+        start = time.perf_counter()
+        run()
+        seconds.append(time.perf_counter() - start)
+    return min(seconds)

@@ -1,0 +1,130 @@
+"""A cascade over a data set: what each exit answers, and how fast images leave early."""
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from mmengine.config import Config
+from mmengine.device import get_device
+from mmengine.registry import DATASETS, MODELS, init_default_scope
+from mmengine.runner import Runner
+from mmengine.utils import import_modules_from_strings
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from mmdtn import checkpoints
+from mmdtn.errors import UserError
+from mmdtn.registry import class_of
+
+from .budget import exits_taken
+from .classifier import DVT
+
+
+def load_cascade(cfg: Config, checkpoint: str) -> DVT:
+    """The config's model with all weights of a file, published or ours, ready to answer with every exit."""
+    import_modules_from_strings(**cfg.get('custom_imports', dict(imports=['mmdtn'])))
+    init_default_scope(cfg.get('default_scope', 'mmengine'))
+    kind = class_of(cfg.model, MODELS)
+    if not issubclass(kind, DVT):
+        raise UserError(f'The model of the config is a {kind.__name__}, which has no exits: it has to be a DVT.')
+    settings = dict(cfg.model, init_cfg=None, thresholds=None)
+    settings.setdefault('data_preprocessor', cfg.get('data_preprocessor'))
+    model = MODELS.build(settings)
+    try:
+        state, _ = checkpoints.convert(checkpoints.read(checkpoint), model)
+    except ValueError as error:
+        raise UserError(f'{checkpoint} does not fit: {error}') from None
+    model.load_state_dict(state)
+    return model.to(get_device()).eval()
+
+
+def build_loader(cfg: Config, name: str, images: int | None = None, seed: int = 0) -> DataLoader:
+    """Of the data loader that the config has under ``name``, all images in their order, or so many random ones."""
+    if name not in cfg:
+        raise UserError(f'The config has no {name}: the ones in configs/dvt have, and say which images it is for.')
+    settings = dict(cfg[name], sampler=dict(type='DefaultSampler', shuffle=False))
+    dataset = DATASETS.build(settings['dataset'])
+    dataset.full_init()
+    if images is not None and images < len(dataset):
+        order = torch.randperm(len(dataset), generator=torch.Generator().manual_seed(seed))
+        dataset.get_subset_(order[:images].tolist())
+    return Runner.build_dataloader(dict(settings, dataset=dataset), seed=seed)
+
+
+class Answers(NamedTuple):
+    """Of each exit for each image, ``K x N``: its largest probability, and whether that is of the right class."""
+
+    conf: Tensor
+    hit: Tensor
+
+
+@torch.no_grad()
+def answers(model: DVT, loader: Iterable[Any]) -> Answers:
+    """Every exit for every image, whatever the thresholds."""
+    model.eval()
+    found = [Answers(*_judge(model.logits(images), labels)) for images, labels in _batches(model, loader)]
+    return Answers(torch.cat([a.conf for a in found], 1), torch.cat([a.hit for a in found], 1))
+
+
+class Race(NamedTuple):
+    """Leaving early against computing all exits: images a second, and what leaving early answered."""
+
+    all_exits: float
+    leaving_early: float
+    accuracy: float
+    differing: int  # images that took another exit than choosing afterwards, by rounding at a threshold
+
+
+@torch.no_grad()
+def race(model: DVT, loader: Iterable[Any], thresholds: Tensor) -> list[Race]:
+    """For each row of thresholds; both ways run in turns on the same batches, without loading and preparing images."""
+    model.eval()
+    rows: list[Sequence[float]] = [row[:-1].tolist() for row in thresholds]
+    seconds = torch.zeros(len(rows), 2, dtype=torch.double)
+    right, differing = [0] * len(rows), [0] * len(rows)
+    before, images_seen, first = model.thresholds, 0, True
+    for images, labels in _batches(model, loader):
+        images_seen += len(images)
+        for i, row in enumerate(rows):
+            model.thresholds = tuple(row)
+            if first:  # pays for what happens once
+                model.logits(images), model.leave_early(images)
+            all_seconds, logits = _timed(lambda: model.logits(images))  # noqa: B023  # called at once
+            early_seconds, (scores, numbers) = _timed(lambda: model.leave_early(images))  # noqa: B023
+            seconds[i] += torch.tensor([all_seconds, early_seconds])
+            conf, _ = _judge(logits, labels)
+            right[i] += int((scores.cpu().argmax(1) == labels).sum())
+            differing[i] += int((exits_taken(conf, thresholds[i : i + 1])[0] + 1 != numbers.cpu()).sum())
+        first = False
+    model.thresholds = before
+    speeds = (images_seen / seconds).tolist()
+    return [
+        Race(every, early, 100 * hits / images_seen, others)
+        for (every, early), hits, others in zip(speeds, right, differing, strict=True)
+    ]
+
+
+def _batches(model: DVT, loader: Iterable[Any]) -> Iterable[tuple[Tensor, Tensor]]:
+    """Images on the model's device, labels on the CPU."""
+    for batch in loader:
+        data = model.data_preprocessor(batch, training=False)
+        yield data['inputs'], torch.cat([sample.gt_label for sample in data['data_samples']]).cpu()
+
+
+def _judge(logits: Sequence[Tensor], labels: Tensor) -> tuple[Tensor, Tensor]:
+    conf, answer = torch.stack([x.float().softmax(-1) for x in logits]).max(-1)
+    return conf.cpu(), answer.cpu() == labels
+
+
+def _timed(run: Callable[[], Any]) -> tuple[float, Any]:
+    _wait()
+    start = time.perf_counter()
+    result = run()
+    _wait()
+    return time.perf_counter() - start, result
+
+
+def _wait() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()

@@ -1,0 +1,104 @@
+"""The curve of a cascade: what the published files store of it, and what is written and printed here."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mmdtn.checkpoints import to_dvt
+
+from .budget import NOBODY, Outcome
+from .classifier import DVT
+
+STORED = ('flops', 'anytime_classification', 'dynamic_threshold', 'budgeted_batch_classification')
+
+
+@dataclass
+class Curve:
+    """P rows of ``thresholds``, ``P x K``, and of each the mean GFLOPs and the accuracy in percent.
+
+    ``gflops`` and ``anytime`` are of the K exits: what an image costs that leaves there, and their accuracies if all
+    do. ``left``, ``P x K``, says how many images left where; stored curves do not have it.
+    """
+
+    gflops: list[float]
+    anytime: list[float]
+    thresholds: Tensor
+    mean_gflops: list[float]
+    accuracy: list[float]
+    left: Tensor | None = None
+
+    @classmethod
+    def of(cls, gflops: Sequence[float], anytime: Sequence[float], thresholds: Tensor, outcome: Outcome) -> 'Curve':
+        return cls(
+            list(gflops), list(anytime), thresholds, outcome.gflops.tolist(), outcome.accuracy.tolist(), outcome.left
+        )
+
+    @classmethod
+    def stored(cls, checkpoint: dict[str, Any], file: str) -> 'Curve':
+        """What a published file holds beside its weights."""
+        if missing := [key for key in STORED if key not in checkpoint]:
+            raise ValueError(
+                f'{file} has no {", ".join(missing)}: it holds no stored results. --mode 2 finds thresholds, and '
+                '--publish writes a file with all of it.'
+            )
+        gflops, accuracy = checkpoint['budgeted_batch_classification']
+        return cls(
+            _floats(checkpoint['flops']),
+            _floats(checkpoint['anytime_classification']),
+            torch.as_tensor(checkpoint['dynamic_threshold']).float(),
+            _floats(gflops),
+            _floats(accuracy),
+        )
+
+    def by_chance(self) -> list[float]:
+        """The accuracy of each row if as many images left at each exit, but chosen at random; if it has ``left``."""
+        return [] if self.left is None else (self._shares() @ torch.tensor(self.anytime, dtype=torch.double)).tolist()
+
+    def _shares(self) -> Tensor:
+        assert self.left is not None
+        return self.left.double() / self.left.sum(1, keepdim=True)
+
+    def points(self) -> list[dict[str, Any]]:
+        """For JSON, in the order of the rows."""
+        out = []
+        for i, (row, gflops, accuracy) in enumerate(
+            zip(self.thresholds.tolist(), self.mean_gflops, self.accuracy, strict=True)
+        ):
+            point = dict(gflops=gflops, accuracy=accuracy, thresholds=row)
+            if self.left is not None:
+                point |= dict(shares=self._shares()[i].tolist(), by_chance=self.by_chance()[i])
+            out.append(point)
+        return out
+
+    def table(self, rows: int = 12) -> str:
+        """Some of the rows, evenly spread."""
+        exits = len(self.gflops)
+        heads = ''.join(f'exit {k} at'.rjust(12) for k in range(1, exits))
+        lines = [f'GFLOPs   top-1   {heads}' + '   left at each; top-1 if at random' * (self.left is not None)]
+        for i in torch.linspace(0, len(self.accuracy) - 1, min(rows, len(self.accuracy))).long().tolist():
+            line = f'{self.mean_gflops[i]:<7.4g} {self.accuracy[i]:6.2f}   '
+            at = ['nobody' if t >= NOBODY else f'{t:.4f}' for t in self.thresholds[i, :-1].tolist()]
+            line += ''.join(word.rjust(12) for word in at)
+            if self.left is not None:
+                line += '   ' + ' '.join(f'{100 * share:.1f}%' for share in self._shares()[i].tolist())
+                line += f'; {self.by_chance()[i]:.2f}'
+            lines.append(line)
+        return '\n'.join(lines)
+
+
+def published_file(model: DVT, curve: Curve) -> dict[str, Any]:
+    """All that a published file holds: weights under the authors' names, and the curve."""
+    return dict(
+        model_state_dict={key: value.cpu().clone() for key, value in to_dvt(model).items()},
+        flops=curve.gflops,
+        anytime_classification=curve.anytime,
+        dynamic_threshold=curve.thresholds,
+        budgeted_batch_classification=[curve.mean_gflops, curve.accuracy],
+    )
+
+
+def _floats(values: Any) -> list[float]:
+    return [float(value) for value in values]

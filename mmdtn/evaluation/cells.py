@@ -1,0 +1,166 @@
+"""A model tested on clean and on corrupted pictures: what its config measures, for each cell, corruption x severity."""
+
+import copy
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from mmengine.config import Config
+from mmengine.dataset import Compose
+from mmengine.evaluator import Evaluator
+from mmengine.registry import DATASETS, METRICS
+from mmengine.runner import Runner
+
+from mmdtn.datasets.corruption import GROUPS, with_corruption
+from mmdtn.engine.data import check_data
+from mmdtn.engine.launch import build_runner
+from mmdtn.errors import UserError
+from mmdtn.registry import class_of
+
+from .robustness import SubsetAccuracy, imagenet_folders
+
+CLEAN = 'clean'
+Cells = dict[str, dict[str, float]]  # by 'clean' or 'corruption/severity', what was measured
+
+
+def cell_name(corruption: str, severity: int) -> str:
+    return f'{corruption}/{severity}'
+
+
+@dataclass
+class CellFile:
+    """``cells.json``: of each model what it is, and the cells that are finished. Written whole after each cell."""
+
+    path: Path
+    models: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    @classmethod
+    def open(cls, path: Path) -> 'CellFile':
+        return cls(path, json.loads(path.read_text()) if path.exists() else {})
+
+    def cells_of(self, label: str, made_with: dict[str, Any]) -> Cells:
+        """Of a model; an error if those that are there were measured on something else."""
+        model = self.models.setdefault(label, dict(made_with=made_with, cells={}))
+        for key, value in made_with.items():
+            if model['made_with'].get(key) != value:
+                raise UserError(
+                    f'{self.path} has cells of {label} with {key} {model["made_with"].get(key)}, not {value}: '
+                    'name another --out.'
+                )
+        return model['cells']
+
+    def save(self) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        beside = self.path.with_suffix('.partial')
+        beside.write_text(json.dumps(self.models, indent=1) + '\n')
+        os.replace(beside, self.path)
+
+
+def digest(file: str | Path) -> str:
+    return hashlib.sha256(Path(file).read_bytes()).hexdigest()[:16]
+
+
+class Subject:
+    """A model on its test set, whole or some pictures of it, one cell after the other."""
+
+    def __init__(self, cfg: Config, checkpoint: str, strict: bool = False, pictures: int | None = None) -> None:
+        self.cfg = copy.deepcopy(cfg)
+        self.cfg.load_from, self.cfg.resume = checkpoint, False
+        if 'pipeline' not in self.cfg.test_dataloader.dataset:
+            raise UserError('the test data set wraps others: name one with a pipeline of its own.')
+        self.pipeline = self.cfg.test_dataloader.dataset.pipeline
+        annotated = pictures is not None and _fewer_annotated_pictures(self.cfg, pictures)
+        self.runner: Runner = build_runner(self.cfg)
+        check_data(self.runner, ('test',), strict)
+        self.loop: Any = self.runner.test_loop
+        self.dataset = self.loop.dataloader.dataset
+        if pictures is not None and not annotated and pictures < len(self.dataset):
+            self.dataset.get_subset_(_evenly(len(self.dataset), pictures))
+        self.evaluator = self.loop.evaluator
+        self.runner.call_hook('before_run')
+        self.runner.load_or_resume()
+
+    def clean(self) -> dict[str, float]:
+        return self._test(self.dataset, self.pipeline)
+
+    def corrupted(self, name: str, severity: int) -> dict[str, float]:
+        """On the test set's pictures, corrupted while they are loaded."""
+        return self._test(self.dataset, with_corruption(self.pipeline, name, severity))
+
+    def stored(self, folder: Path) -> dict[str, float]:
+        """On finished pictures of one cell in class folders: only loaded and normalised, not resized."""
+        return self._test(self._folders(folder), [self.pipeline[0], self.pipeline[-1]])
+
+    def renditions(self, folder: Path) -> dict[str, float]:
+        """On class folders of some of the classifier's classes, and on those classes of the clean test set."""
+        there = self._folders(folder)
+        names = list(there.metainfo['classes'])
+        own = list(self.dataset.metainfo.get('classes') or ())
+        outputs = own if set(names) <= set(own) else imagenet_folders()
+        found = self._test(there, self.pipeline, SubsetAccuracy(outputs=outputs))
+        clean = self._test(self.dataset, self.pipeline, SubsetAccuracy(names, outputs))
+        return {
+            f'{which}_{key.removeprefix("subset/")}': value
+            for which, measured in (('renditions', found), ('clean', clean))
+            for key, value in measured.items()
+        }
+
+    def close(self) -> None:
+        self.runner.call_hook('after_run')
+
+    def _folders(self, root: Path) -> Any:
+        if not root.is_dir():
+            raise UserError(f'{root} is no directory of class folders.')
+        return DATASETS.build(dict(type='mmpretrain.CustomDataset', data_root=str(root), pipeline=[]))
+
+    def _test(self, dataset: Any, pipeline: Sequence[dict], metric: Any = None) -> dict[str, float]:
+        dataset.pipeline = Compose(list(pipeline))
+        # A loader of its own: workers that stay would have the pipeline that they began with.
+        loader = dict(self.cfg.test_dataloader, dataset=dataset)
+        self.loop.dataloader = self.runner.build_dataloader(loader)
+        self.loop.evaluator = self.evaluator if metric is None else Evaluator(metric)
+        self.loop.evaluator.dataset_meta = dataset.metainfo
+        measured = self.loop.run()
+        return {key: float(value) for key, value in measured.items()}
+
+
+def stored_cells(root: Path, names: Sequence[str], severities: Sequence[int]) -> Iterator[tuple[str, int, Path]]:
+    """Folders ``CORRUPTION/SEVERITY`` of ImageNet-C under ``root``, or under the groups that its archives have."""
+    group_of = {name: group for group, members in GROUPS.items() for name in members}
+    for name in names:
+        places = [root / name, root / group_of[name] / name]
+        found = next((place for place in places if place.is_dir()), None)
+        if found is None:
+            raise UserError(f'{root} has neither {name}/ nor {group_of[name]}/{name}/.')
+        for severity in severities:
+            yield name, severity, found / str(severity)
+
+
+def _evenly(total: int, wanted: int) -> list[int]:
+    """As many places, spread over the whole: data sets of folders have a class after the other."""
+    return np.linspace(0, total - 1, min(wanted, total)).round().astype(int).tolist()
+
+
+def _fewer_annotated_pictures(cfg: Config, pictures: int) -> bool:
+    """Gives data set and metric a COCO file of some pictures: COCO's metric counts what it does not see as missed."""
+    evaluators = cfg.test_evaluator if isinstance(cfg.test_evaluator, list) else [cfg.test_evaluator]
+    annotated = [e for e in evaluators if 'ann_file' in e and 'CocoMetric' in str(class_of(e, METRICS))]
+    if not annotated:
+        return False
+    content = json.loads(Path(annotated[0].ann_file).read_text())
+    images = sorted(content['images'], key=lambda image: image['id'])
+    content['images'] = [images[i] for i in _evenly(len(images), pictures)]
+    kept = {image['id'] for image in content['images']}
+    content['annotations'] = [a for a in content['annotations'] if a['image_id'] in kept]
+    file = Path(cfg.work_dir).resolve() / f'{pictures}_pictures.json'
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(content))
+    cfg.test_dataloader.dataset.ann_file = str(file)
+    for evaluator in annotated:
+        evaluator.ann_file = str(file)
+    return True

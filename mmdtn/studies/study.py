@@ -1,0 +1,99 @@
+"""What a study is: a file in configs/studies that says which runs are compared."""
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from mmengine.config import Config
+
+from mmdtn.errors import UserError, nearest
+
+Options = Mapping[str, Any]  # settings to change in a config, as --cfg-options takes them
+
+
+@dataclass(frozen=True)
+class Study:
+    """Runs of one config that differ in a few options and in the seed.
+
+    Args:
+        name: Of the study's file.
+        title: A heading.
+        config: What all runs train.
+        variants: By name, the options in which a variant differs.
+        baseline: The variant that the others are compared with.
+        metrics: By title, the name in the logs; the first is the one that the seeds are counted for.
+        seeds: Of the runs of each variant, for those in ``few`` only the first.
+        few: Variants that are run with one seed.
+        evaluations: By name, what is measured on each trained model beside: the arguments of a tool.
+    """
+
+    name: str
+    title: str
+    config: str
+    variants: dict[str, Options]
+    metrics: dict[str, str]
+    baseline: str = 'LN'
+    seeds: tuple[int, ...] = (0, 1, 2)
+    few: tuple[str, ...] = ()
+    evaluations: dict[str, 'Evaluation'] = field(default_factory=dict)
+
+    def seeds_of(self, variant: str) -> tuple[int, ...]:
+        return self.seeds[:1] if variant in self.few else self.seeds
+
+    def settings(self, variant: str, seed: int) -> dict[str, Any]:
+        """What a run changes in the config."""
+        return {**self.variants[variant], 'randomness.seed': seed}
+
+    def fingerprint(self, variant: str, seed: int) -> str:
+        """Of all that the run's config says, inherited files included: equal for runs that may share a table."""
+        cfg = Config.fromfile(self.config)
+        cfg.merge_from_dict(self.settings(variant, seed))
+        text = json.dumps(cfg.to_dict(), sort_keys=True, default=repr)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    @classmethod
+    def read(cls, file: str | Path) -> 'Study':
+        """From a Python file of ``name = value``, in MM's way of configs."""
+        content = {k: v for k, v in Config.fromfile(file).to_dict().items() if not k.startswith('_')}
+        known = {f.name for f in fields(cls)} - {'name'}
+        for key in content.keys() - known:
+            raise UserError(f'{file}: a study has no {key!r}{nearest(key, known)}')
+        if missing := {'title', 'config', 'variants', 'metrics'} - content.keys():
+            raise UserError(f'{file} is no study: it lacks {", ".join(sorted(missing))}.')
+        content['seeds'] = tuple(content.get('seeds', cls.seeds))
+        evaluations = content.pop('evaluations', {})
+        for name in (*content['variants'], *evaluations):
+            if not re.fullmatch(r'[\w.+ -]+', name):
+                raise UserError(f'{file}: {name!r} names files: letters, digits, spaces and . + - _ only.')
+        study = cls(
+            name=Path(file).stem,
+            evaluations={name: Evaluation(**given) for name, given in evaluations.items()},
+            **content,
+        )
+        for name in (study.baseline, *study.few):
+            if name not in study.variants:
+                raise UserError(f'{file}: there is no variant {name!r}{nearest(name, study.variants)}')
+        return study
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """One more measurement of a trained model.
+
+    Args:
+        title: Of its part of the page.
+        options: Settings to change in the config of the run.
+        metrics: By title, the name in what the tool writes; those of the study, if not said.
+        tool: What runs: ``tools/test.py``, or another that takes CONFIG, CHECKPOINT and --work-dir.
+        arguments: More of the tool's.
+    """
+
+    title: str = ''
+    options: Options = field(default_factory=dict)
+    metrics: dict[str, str] = field(default_factory=dict)
+    tool: str = 'tools/test.py'
+    arguments: tuple[str, ...] = ()

@@ -1,0 +1,246 @@
+"""tools/deployment/export.py and predict.py: the file does what the model does."""
+
+import json
+import subprocess
+import sys
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+import torch
+from mmdet.apis import inference_detector, init_detector
+from mmdet.models import RetinaHead
+from mmengine.registry import MODELS
+from mmpretrain import ImageClassificationInferencer, get_model
+from PIL import Image
+
+from mmdtn.analysis.subject import load
+from mmdtn.deployment.graphs import graph_of
+from mmdtn.deployment.predict import Model, mask_of
+from mmdtn.deployment.verify import compare
+from tests.deployment import small
+from tests.deployment.agreement import match
+from tools.deployment.export import main as export
+
+OTHER_PACKAGES = ('torch', 'torchvision', 'mmengine', 'mmcv', 'mmdet', 'mmpretrain', 'mmdtn', 'cv2', 'timm', 'onnx')
+ALONE = """
+import runpy, sys
+sys.modules |= dict.fromkeys({})
+sys.argv = {}
+runpy.run_path(sys.argv[0], run_name='__main__')
+"""
+SIZES = ((130, 190), (192, 192), (300, 200), (97, 400), (64, 48))
+
+
+@MODELS.register_module()
+class LyingHead(RetinaHead):
+    """Its boxes are five pixels from where its outputs say."""
+
+    def predict(self, *args, **kwargs):
+        found = super().predict(*args, **kwargs)
+        for one in found:
+            one.bboxes += 5
+        return found
+
+
+@pytest.fixture(scope='module')
+def detector(tmp_path_factory):
+    """Folder, config and checkpoint; the folder has model.onnx, predict.py and pictures of five sizes."""
+    folder = tmp_path_factory.mktemp('detector')
+    config, checkpoint = small.write(folder, small.RETINANET)
+    export([config, checkpoint, '--out', str(folder / 'model.onnx')])
+    for i, size in enumerate(SIZES):
+        small.write_picture(folder / f'{i}.png', *size)
+    small.write_picture(folder / 'even.png', 150, 170, even=True)
+    return folder, config, checkpoint
+
+
+def predict(folder, *arguments):
+    """predict.py where no other package is."""
+    command = ALONE.format(OTHER_PACKAGES, [str(folder / 'predict.py'), *map(str, arguments)])
+    return subprocess.run([sys.executable, '-I', '-c', command], capture_output=True, text=True)
+
+
+@pytest.mark.slow
+def test_predict_finds_what_mmdetection_finds(detector):
+    folder, config, checkpoint = detector
+    pictures = [folder / f'{i}.png' for i in range(len(SIZES))]
+    done = predict(folder, folder / 'model.onnx', *pictures, folder / 'even.png', '--out', folder / 'found')
+    assert done.returncode == 0, done.stderr
+    found = json.loads((folder / 'found' / 'predictions.json').read_text())
+    assert found.pop(str(folder / 'even.png')) == dict(boxes=[], labels=[], names=[], scores=[])
+    model = init_detector(config, checkpoint, device='cpu')
+    boxes = 0
+    for path in pictures:
+        ours = found[str(path)]
+        theirs = inference_detector(model, str(path)).pred_instances
+        matched, unmatched, pixels, scores = match(theirs, ours)
+        assert unmatched == 0 and pixels < 0.1 and scores < 1e-4
+        with Image.open(path) as before, Image.open(folder / 'found' / path.name) as after:
+            assert after.size == before.size
+        boxes += matched
+    assert boxes > 50
+
+
+@pytest.mark.slow
+def test_the_file_says_what_it_is(detector):
+    folder, _, _ = detector
+    model = onnx.load(folder / 'model.onnx')
+    onnx.checker.check_model(model, full_check=True)
+    about = json.loads({p.key: p.value for p in model.metadata_props}['mmdtn'])
+    assert about['classes'] == ['checked', 'cross', 'ring', 'striped', 'triangle']
+    assert about['prepare'] == [
+        dict(do='resize', scale=[192, 192], keep_ratio=True, backend='cv2', interpolation='bilinear')
+    ]
+    assert about['multiple'] == 32 and about['size'] is None
+    np.testing.assert_allclose(about['pad'], [123.675, 116.28, 103.53], rtol=1e-6)
+    assert about['versions']['torch'] == torch.__version__ and len(about['checkpoint']) == 64
+    assert [o.name for o in model.graph.output] == ['boxes', 'scores', 'labels']
+
+
+@pytest.mark.slow
+def test_a_file_that_differs_from_the_model_is_not_written(tmp_path):
+    config, checkpoint = small.write(
+        tmp_path, small.RETINANET.replace('num_classes=5,', "type='LyingHead', num_classes=5,")
+    )
+    with pytest.raises(
+        SystemExit, match=r'differ by [0-9.]+ at 256 x 256 pixels, more than 0.001: no file was written'
+    ):
+        export([config, checkpoint, '--out', str(tmp_path / 'model.onnx'), '--size', '256', '256'])
+    assert sorted(p.name for p in tmp_path.iterdir()) == ['config.py', 'weights.pth']
+
+
+@pytest.mark.slow
+def test_the_graph_of_mask_rcnn(tmp_path):
+    """Before it is exported; the same operations as MMDetection's, so the same numbers."""
+    model = load(*small.write(tmp_path, small.MASK_RCNN)).model
+    graph = graph_of(model, reads_bgr=True, raw=False).eval()
+    for size in ((256, 320), (128, 96)):
+        compared = compare(graph, graph, 1, *size)
+        assert compared.boxes > 20 and compared.difference < 1e-6
+
+
+@pytest.mark.exhaustive
+def test_mask_rcnn(tmp_path):
+    config, checkpoint = small.write(tmp_path, small.MASK_RCNN)
+    export([config, checkpoint, '--out', str(tmp_path / 'model.onnx')])
+    pictures = [small.write_picture(tmp_path / f'{i}.png', *size) for i, size in enumerate(SIZES)]
+    done = predict(tmp_path, tmp_path / 'model.onnx', *pictures, '--out', tmp_path / 'found')
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / 'found' / 'predictions.json').read_text())
+    model = init_detector(config, checkpoint, device='cpu')
+    shown = 0
+    for path in pictures:
+        theirs, ours = inference_detector(model, str(path)).pred_instances, found[str(path)]
+        matched, unmatched, pixels, scores = match(theirs, ours)
+        assert matched > 20 and unmatched == 0 and pixels < 0.1 and scores < 1e-4
+        for mask, box in zip(theirs.masks.numpy(), theirs.bboxes.numpy(), strict=True):
+            nearest = abs(np.array(ours['boxes']) - box).max(1).argmin()
+            assert (mask_of(ours['masks'][nearest]) != mask).mean() < 1e-3
+            shown += mask.any()
+    assert shown > 50
+
+
+def test_a_second_stage_of_another_kind(tmp_path):
+    config = small.write(tmp_path, small.MASK_RCNN, "model['test_cfg']['rcnn'].update(mask_thr_binary=0.4)\n")
+    with pytest.raises(SystemExit) as refused:
+        export([*config, '--out', str(tmp_path / 'model.onnx')])
+    assert str(refused.value) == (
+        'error: StandardRoIHead is not the second stage of Faster or Mask R-CNN, with RoIAlign, DeltaXYWHBBoxCoder and '
+        'mask_thr_binary=0.5: no other one is exported.'
+    )
+
+
+@pytest.mark.slow
+def test_classifier(tmp_path):
+    config, checkpoint = small.write(tmp_path, small.CLASSIFIER)
+    export([config, checkpoint, '--out', str(tmp_path / 'model.onnx')])
+    session = onnxruntime.InferenceSession(tmp_path / 'model.onnx')
+    assert session.run(None, dict(image=np.zeros((3, 3, 96, 64), dtype=np.float32)))[0].shape == (3, 5)
+    picture = small.write_picture(tmp_path / 'picture.png', 90, 130)
+    done = predict(tmp_path, tmp_path / 'model.onnx', picture, '--out', tmp_path / 'found')
+    assert done.returncode == 0, done.stderr
+    (found,) = json.loads((tmp_path / 'found' / 'predictions.json').read_text()).values()
+    classes = ('checked', 'cross', 'ring', 'striped', 'triangle')
+    theirs = ImageClassificationInferencer(config, checkpoint, device='cpu', classes=classes)(str(picture))[0]
+    np.testing.assert_allclose(found['scores'], np.sort(theirs['pred_scores'])[::-1], atol=1e-5)
+    assert found['labels'] == np.argsort(-theirs['pred_scores']).tolist() and found['names'][0] == theirs['pred_class']
+    assert np.ptp(found['scores']) > 0.01
+
+
+def test_one_size(tmp_path):
+    config, checkpoint = small.write(tmp_path, small.LEVIT)
+    with pytest.raises(SystemExit, match=r'say which with --size H W\. This LeViTDTN takes images of 64 x 64'):
+        export([config, checkpoint, '--out', str(tmp_path / 'model.onnx')])
+
+
+@pytest.mark.exhaustive
+def test_torchs_format(tmp_path):
+    config, checkpoint = small.write(tmp_path, small.LEVIT)
+    file = tmp_path / 'model.pt2'
+    export([config, checkpoint, '--out', str(file), '--format', 'pt2', '--raw', '--size', '64', '64'])
+    image = torch.rand(2, 3, 64, 64) * 255
+    logits = torch.export.load(file).module()(image)
+    model = get_model(config, checkpoint, device='cpu')
+    with torch.no_grad():  # which reads BGR
+        expected = model(model.data_preprocessor(dict(inputs=image.flip(1)))['inputs'], mode='tensor')
+    torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.fixture
+def fcos(tmp_path):
+    head = "type='FCOSHead', num_classes=5, in_channels=8, feat_channels=8, stacked_convs=1, strides=[8, 16], "
+    more = f"model['bbox_head'] = dict(_delete_=True, {head} norm_cfg=None)\n"
+    return small.write(tmp_path, small.RETINANET, more)
+
+
+def test_another_head(tmp_path, fcos):
+    with pytest.raises(SystemExit) as refused:
+        export([*fcos, '--out', str(tmp_path / 'model.onnx')])
+    assert str(refused.value) == (
+        'error: FCOSHead has no anchors with DeltaXYWHBBoxCoder, which exported boxes need. Export what the head '
+        'computes, with --raw.'
+    )
+
+
+@pytest.mark.exhaustive
+def test_raw_outputs_of_another_head(tmp_path, fcos):
+    export([*fcos, '--out', str(tmp_path / 'model.onnx'), '--size', '64', '96', '--raw'])
+    session = onnxruntime.InferenceSession(tmp_path / 'model.onnx')
+    names = [f'output_{kind}_{level}' for kind in range(3) for level in range(2)]
+    assert [o.name for o in session.get_outputs()] == names
+    image = np.random.default_rng(0).uniform(0, 255, (1, 3, 64, 96)).astype(np.float32)
+    model = init_detector(*fcos, device='cpu')
+    mean, std = (torch.tensor(v).view(3, 1, 1) for v in ([123.675, 116.28, 103.53], [58.395, 57.12, 57.375]))
+    with torch.no_grad():
+        theirs = model((torch.from_numpy(image) - mean) / std, mode='tensor')
+    for got, want in zip(session.run(None, dict(image=image)), [t for kind in theirs for t in kind], strict=True):
+        np.testing.assert_allclose(got, want, atol=1e-4)
+    with pytest.raises(ValueError, match='exported with --raw'):
+        Model(tmp_path / 'model.onnx')
+
+
+def test_sides_that_32_does_not_divide(tmp_path):
+    config, checkpoint = small.write(tmp_path, small.RETINANET)
+    with pytest.raises(SystemExit) as refused:
+        export([config, checkpoint, '--out', str(tmp_path / 'model.onnx'), '--size', '250', '300'])
+    assert str(refused.value) == 'error: --size 250 300: detectors take sides that 32 divides, as 800 1344.'
+
+
+@pytest.mark.parametrize('missing', ['onnx', 'onnxscript', 'onnxruntime'])
+def test_without_a_package(tmp_path, monkeypatch, missing):
+    monkeypatch.setitem(sys.modules, missing, None)
+    with pytest.raises(SystemExit) as refused:
+        export(['config.py', 'weights.pth', '--out', str(tmp_path / 'model.onnx')])
+    assert str(refused.value) == (
+        f'error: An ONNX file needs {missing} to be written and verified: pip install mmdtn[export]'
+    )
+
+
+def test_predict_without_onnxruntime(tmp_path):
+    from mmdtn.deployment import predict as file
+
+    command = ALONE.format(('onnxruntime',), [file.__file__, 'model.onnx', 'picture.png', '--out', 'found'])
+    done = subprocess.run([sys.executable, '-I', '-c', command], capture_output=True, text=True)
+    assert done.stderr == 'error: predict.py needs onnxruntime: pip install numpy pillow onnxruntime\n'

@@ -1,0 +1,144 @@
+"""What is run, with tools that take no time: they write what the real ones write. The niceness is the accuracy."""
+
+import json
+import os
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from mmdtn.studies import Record
+from tools.study import main
+
+TRAIN = """
+import json, shutil, sys
+from pathlib import Path
+work = Path(sys.argv[sys.argv.index('--work-dir') + 1])
+options = dict(word.split('=', 1) for word in sys.argv[sys.argv.index('--cfg-options') + 1 :])
+logs = work / '20260101_000000' / 'vis_data'
+logs.mkdir(parents=True, exist_ok=True)
+shutil.copy('checkpoint.pth', work / 'iter_1.pth')
+if Path('stop').exists():
+    sys.exit('stopped after the first checkpoint')
+if options.get('norm') == 'none':
+    sys.exit('there is no norm none')
+shutil.copy('checkpoint.pth', work / 'iter_2.pth')
+lines = [dict(loss=1.0, iter=1, step=1), {'accuracy/top1': 50.0 + float(options['randomness.seed']), 'step': 2}]
+(logs / 'scalars.json').write_text('\\n'.join(map(json.dumps, lines)))
+"""
+TEST = """
+import json, os, sys
+from pathlib import Path
+folder = Path(sys.argv[sys.argv.index('--work-dir') + 1]) / '20260101_000000'
+folder.mkdir(parents=True, exist_ok=True)
+found = {'accuracy/top1': os.getpriority(os.PRIO_PROCESS, 0), 'coco/bbox_mAP': float('iter_2' in sys.argv[2])}
+(folder / '20260101_000000.json').write_text(json.dumps(found))
+"""
+STUDY = """
+title = 'A test'
+config = 'config.py'
+metrics = {'top-1': 'accuracy/top1'}
+variants = {'LN': {'norm': 'LN'}, 'DTN': {'norm': 'DTN'}}
+seeds = (0,)
+evaluations = {'niceness': dict()}
+"""
+
+
+@pytest.fixture
+def study(tmp_path, monkeypatch):
+    """A function that writes the study with more lines, and calls it."""
+    for name, text in {'train': TRAIN, 'test': TEST}.items():
+        (tmp_path / 'tools').mkdir(exist_ok=True)
+        (tmp_path / 'tools' / f'{name}.py').write_text(text)
+    (tmp_path / 'config.py').write_text("norm = 'LN'\nlr = 1\n")
+    torch.save(dict(meta={}, state_dict={}, optimizer={}), tmp_path / 'checkpoint.pth')
+    monkeypatch.chdir(tmp_path)
+
+    def call(more='', *arguments):
+        Path('small.py').write_text(STUDY + more)
+        main(['small.py', '--processes', '1', '--results', 'results', '--work-dir', 'work', *arguments])
+
+    return call
+
+
+def kept(variant):
+    return Record.load(Path('results', 'small', f'{variant}-0.json'))
+
+
+MORE = "evaluations = {'niceness': dict(), 'model': dict(metrics={'AP': 'coco/bbox_mAP'})}\n"
+
+
+def test_what_is_missing_of_a_committed_record_is_measured_on_a_model_trained_anew(study, capsys):
+    """Records are committed, checkpoints are not."""
+    study()
+    for file in Path('work').rglob('*.pth'):
+        file.unlink()
+    for file in Path('work/small/LN-0').iterdir():
+        file.unlink() if file.is_file() else None
+    capsys.readouterr()
+    study(MORE, '--variants', 'LN')
+    assert 'training: small, LN, seed 0' in capsys.readouterr().out
+    assert kept('LN').evaluations.keys() == {'niceness', 'model'}
+
+
+def test_nothing_is_measured_on_a_model_that_is_not_trained_to_the_end(study):
+    """Not even if the record of another, finished training has come from elsewhere in the meantime."""
+    study()
+    for file in Path('work').rglob('*'):
+        file.unlink() if file.is_file() else None
+    Path('stop').touch()
+    with pytest.raises(SystemExit, match=r'2 runs failed.*stopped after the first checkpoint'):
+        study(MORE)
+    Path('stop').unlink()
+    study(MORE)
+    assert kept('LN').evaluations['model'] == kept('DTN').evaluations['model'] == {'coco/bbox_mAP': 1.0}
+
+
+def test_a_run_does_not_go_on_with_another_config(study, capsys):
+    Path('stop').touch()
+    with pytest.raises(SystemExit):
+        study()
+    Path('stop').unlink()
+    Path('config.py').write_text("norm = 'LN'\nlr = 2\n")
+    with pytest.raises(SystemExit, match='LN-0 has a run with another version of the config: delete it to start anew'):
+        study()
+    assert not Path('results').exists()
+
+
+def test_a_record_of_another_config_is_named(study, capsys):
+    study()
+    Path('config.py').write_text("norm = 'LN'\nlr = 2\n")
+    capsys.readouterr()
+    study()
+    said = capsys.readouterr().out
+    assert 'done before, with another version of the config (results/small/LN-0.json): small, LN, seed 0' in said
+    assert 'training' not in said
+
+
+def test_a_run_that_fails_is_told_and_the_others_go_on(study, capsys):
+    broken = "variants = {'LN': {'norm': 'none'}, 'DTN': {'norm': 'DTN'}}\n"
+    with pytest.raises(
+        SystemExit, match=r'1 runs failed; .*small, LN, seed 0: tools/train\.py ended with 1: there is no norm none'
+    ):
+        study(broken)
+    assert 'FAILED small, LN, seed 0' in capsys.readouterr().out
+    assert kept('DTN').curves['accuracy/top1'] == {2: 50.0} and not Path('results/small/LN-0.json').exists()
+
+
+@pytest.mark.skipif(sys.platform != 'linux', reason='elsewhere threads have no niceness of their own')
+@pytest.mark.parametrize('own, runs', [(0, 10), (15, 15)])
+def test_runs_are_nicer_than_others_and_never_less_nice_than_the_study(study, own, runs):
+    if os.getpriority(os.PRIO_PROCESS, 0) > own:
+        pytest.skip('the tests are nicer themselves')
+
+    def at_this_niceness():
+        os.setpriority(os.PRIO_PROCESS, 0, own)
+        study()
+
+    thread = threading.Thread(target=at_this_niceness)
+    thread.start()
+    thread.join()
+    assert kept('DTN').evaluations['niceness'] == {'accuracy/top1': runs}
+    assert json.loads(Path('results/small/DTN-0.json').read_text())['seed'] == 0

@@ -1,9 +1,0 @@
-import pytest
-from mmengine.registry import DefaultScope
-
-
-@pytest.fixture(autouse=True)
-def scope():
-    """A runner's scope would otherwise be that of every later test in the process."""
-    yield
-    DefaultScope._instance_dict.clear()

@@ -1,0 +1,118 @@
+"""Writes corrupted copies of a folder of pictures: python tools/dataset_converters/corrupt.py SRC DST
+
+Under DST/CORRUPTION/SEVERITY the folders of SRC, as ImageNet-C has them. They take up to 75 times the room of SRC: what
+that is, is said before anything is written. A second call writes what is missing.
+"""
+
+import argparse
+import io
+import os
+import shutil
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+from mmdtn.datasets.corruption import SEVERITIES, Corruption, chosen
+from mmdtn.errors import UserError, readable_errors
+
+ENDINGS = ('.jpg', '.jpeg', '.png')
+SAMPLED = 8  # pictures, from which the size is estimated
+
+
+def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument('source', type=Path, metavar='SRC')
+    parser.add_argument('target', type=Path, metavar='DST')
+    parser.add_argument(
+        '--corruptions', nargs='+', default=['benchmark'], help='names, groups, benchmark or all (%(default)s)'
+    )
+    parser.add_argument('--severities', nargs='+', type=int, default=list(SEVERITIES), choices=SEVERITIES)
+    parser.add_argument('--quality', type=int, default=85, help="of JPEG files; 85 is ImageNet-C's (%(default)s)")
+    parser.add_argument('--processes', type=int, default=os.cpu_count(), help='(%(default)s)')
+    parser.add_argument('--yes', action='store_true', help='do not ask before writing')
+    parser.add_argument('--debug', action='store_true', help='show the traceback of every error')
+    return parser.parse_args(arguments)
+
+
+def read(source: Path) -> np.ndarray:
+    """In colour: grey pictures too, as classifiers see them."""
+    with Image.open(source) as image:
+        return np.asarray(image.convert('RGB'))
+
+
+def encode(rgb: np.ndarray, like: Path, quality: int) -> bytes:
+    file = io.BytesIO()
+    suffix = like.suffix.lower()
+    options = dict(quality=quality) if suffix in ('.jpg', '.jpeg') else {}  # PNG loses nothing
+    Image.fromarray(rgb).save(file, format=Image.registered_extensions()[suffix], **options)
+    return file.getvalue()
+
+
+def corrupted(rgb: np.ndarray, name: str, severity: int, source: Path) -> np.ndarray:
+    loaded = dict(img=rgb[..., ::-1], img_path=str(source))  # as MM loads it
+    return Corruption(name, severity)(loaded)['img'][..., ::-1]
+
+
+def write(job: tuple[Path, list[tuple[str, int, Path]], int]) -> int:
+    """All copies of one picture that are missing; returns how many."""
+    source, targets, quality = job
+    todo = [target for target in targets if not target[2].exists()]
+    if not todo:
+        return 0
+    rgb = read(source)
+    for name, severity, target in todo:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        beside = target.with_name(f'{target.name}.partial')
+        beside.write_bytes(encode(corrupted(rgb, name, severity, source), target, quality))
+        os.replace(beside, target)
+    return len(todo)
+
+
+def confirmed() -> bool:
+    try:
+        return input('Write them? [y/N] ').strip().lower() in ('y', 'yes')
+    except EOFError:  # nobody is there to answer
+        return False
+
+
+def run(args: argparse.Namespace) -> None:
+    names = chosen(args.corruptions)
+    sources = sorted(path for path in args.source.rglob('*') if path.suffix.lower() in ENDINGS)
+    if not sources:
+        raise UserError(f'{args.source} has no pictures ({", ".join(ENDINGS)}).')
+    cells = [(name, severity) for name in names for severity in sorted(set(args.severities))]
+    middle = sorted(set(args.severities))[len(set(args.severities)) // 2]
+    sampled = sources[:: -(-len(sources) // SAMPLED)]
+    sizes = [len(encode(corrupted(read(p), name, middle, p), p, args.quality)) for p in sampled for name in names]
+    size = sum(sizes) / len(sizes) * len(sources) * len(cells)
+    args.target.mkdir(parents=True, exist_ok=True)
+    free = shutil.disk_usage(args.target).free
+    print(
+        f'{len(sources)} pictures in {len(cells)} cells: {len(sources) * len(cells):,} files, about '
+        f'{size / 2**30:.2f} GiB of {free / 2**30:.2f} GiB free in {args.target}',
+        flush=True,
+    )
+    if size > free:
+        raise UserError(f'{args.target} has no room for them: choose fewer --corruptions or --severities.')
+    if not args.yes and not confirmed():
+        raise UserError('nothing was written; --yes writes without a question.')
+    jobs = []
+    for source in sources:
+        inside = source.relative_to(args.source)
+        targets = [(name, severity, args.target / name / str(severity) / inside) for name, severity in cells]
+        jobs.append((source, targets, args.quality))
+    with ProcessPoolExecutor(args.processes) as pool:
+        written = sum(pool.map(write, jobs, chunksize=4))
+    print(f'written: {written:,} files in {args.target}')
+
+
+def main(arguments: list[str] | None = None) -> None:
+    args = parse_args(arguments)
+    with readable_errors(args.debug):
+        run(args)
+
+
+if __name__ == '__main__':
+    main()

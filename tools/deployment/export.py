@@ -1,0 +1,46 @@
+"""Writes a model as ONNX, or as torch's exported program: python tools/deployment/export.py CONFIG CHECKPOINT \
+--out MODEL.onnx
+
+Classifiers of MMPretrain give scores; RetinaNet, Faster and Mask R-CNN give boxes, scores, labels and masks after
+non-maximum suppression. predict.py, written beside the file, runs it without torch. See docs/deployment.md.
+"""
+
+import argparse
+from pathlib import Path
+
+import torch
+
+from mmdtn.deployment import FORMATS, export
+from mmdtn.errors import readable_errors
+
+
+def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument('config')
+    parser.add_argument('checkpoint')
+    parser.add_argument('--out', required=True, type=Path, metavar='FILE')
+    parser.add_argument('--raw', action='store_true', help='what the head computes, for any single-stage detector')
+    parser.add_argument('--size', type=int, nargs=2, metavar=('H', 'W'), help='that the file takes; open if not said')
+    parser.add_argument('--format', choices=FORMATS, default='onnx', help='(default: %(default)s)')
+    parser.add_argument('--debug', action='store_true', help='show the traceback of every error')
+    args = parser.parse_args(arguments)
+    if args.out.suffix != f'.{args.format}':
+        parser.error(f'--out {args.out}: a file of --format {args.format} ends in .{args.format}')
+    return args
+
+
+def main(arguments: list[str] | None = None) -> None:
+    args = parse_args(arguments)
+    with readable_errors(args.debug):
+        size = tuple(args.size) if args.size else None
+        compared = export(args.config, args.checkpoint, args.out, args.raw, size, args.format)
+    print(f'written: {args.out}, {args.out.stat().st_size / 1e6:.1f} MB')
+    for c in compared:
+        boxes = '' if c.boxes is None else f', {c.boxes} boxes'
+        print(f'{" x ".join(map(str, c.shape))}{boxes}: the largest difference from the model is {c.difference:.1e}')
+        print(f'    {1000 * c.original:.0f} ms by torch, {1000 * c.exported:.0f} ms as exported')
+    print(f'(CPU, {torch.get_num_threads()} threads, torch {torch.__version__}, shortest of several runs)')
+
+
+if __name__ == '__main__':
+    main()
