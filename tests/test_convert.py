@@ -100,6 +100,7 @@ def images(size, number=2):
     return torch.randn(number, 3, *size, generator=torch.Generator().manual_seed(0))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('name', MAKE)
 @torch.no_grad()
 def test_at_lambda_one_the_model_computes_what_it_did_at_any_size(name):
@@ -117,6 +118,7 @@ def test_at_lambda_one_the_model_computes_what_it_did_at_any_size(name):
     assert all(torch.equal(model.state_dict()[key], value) for key, value in state.items())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('name', MAKE)
 def test_every_layernorm_is_in_the_report_once_and_every_new_parameter_gets_a_gradient(name):
     model, size, _ = make(name)
@@ -141,6 +143,7 @@ def test_every_layernorm_is_in_the_report_once_and_every_new_parameter_gets_a_gr
         assert none == []
 
 
+@pytest.mark.slow
 def test_where_dtn_goes_with_which_heads_and_pools():
     def layers(name):
         model, size, _ = make(name)

@@ -25,6 +25,7 @@ def run(program: str) -> subprocess.CompletedProcess:
     )
 
 
+@pytest.mark.slow
 def test_it_needs_neither_detection_nor_plots_nor_unix():
     """And registers what configs name."""
     program = WITHOUT.format(missing=('mmdet', 'mmpretrain', 'mmcv', 'resource', 'matplotlib', 'pycocotools'))

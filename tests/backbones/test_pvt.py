@@ -20,7 +20,9 @@ LN = dict(type='LN')
 SMALL = dict(base='tiny', depths=(1, 1, 1, 1), widths=(16, 32, 40, 64), mlp_ratios=(2, 2, 2, 2), drop_path_rate=0.0)
 
 
-@pytest.mark.parametrize(('arch', 'depths'), [('tiny', [2, 2, 2, 2]), ('small', [3, 4, 6, 3])])
+@pytest.mark.parametrize(
+    ('arch', 'depths'), [('tiny', [2, 2, 2, 2]), pytest.param('small', [3, 4, 6, 3], marks=pytest.mark.slow)]
+)
 @torch.no_grad()
 def test_layernorm_mode_is_mmdetections_pvt(arch, depths):
     peer = PyramidVisionTransformer(num_layers=depths)

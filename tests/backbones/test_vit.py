@@ -21,7 +21,10 @@ SMALL = dict(
 )
 
 
-@pytest.mark.parametrize(('arch', 'peer'), [('t', 'vit_tiny_patch16_224'), ('s', 'vit_small_patch16_224')])
+@pytest.mark.parametrize(
+    ('arch', 'peer'),
+    [('t', 'vit_tiny_patch16_224'), pytest.param('s', 'vit_small_patch16_224', marks=pytest.mark.slow)],
+)
 @torch.no_grad()
 def test_layernorm_mode_is_timms_vit(arch, peer):
     peer = randomised(timm.create_model(peer, num_classes=0, dynamic_img_size=True))

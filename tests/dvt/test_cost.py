@@ -39,6 +39,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(('name', 'reuse'), CASES)
 def test_gflops_up_to_each_exit(name, reuse):
     features, relations = REUSES[reuse]

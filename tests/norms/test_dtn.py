@@ -51,6 +51,7 @@ def test_agrees_with_the_dense_equations(case):
     torch.testing.assert_close(layer.float()(x), exact.float(), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(h=st.integers(1, 40), w=st.integers(1, 40), heads=st.sampled_from([1, 4, 9]), seed=st.integers(0, 1000))
 def test_large_grids_in_float32(h, w, heads, seed):

@@ -82,6 +82,7 @@ def kernels(driver):
     return [kernel for f in functions if device in f.device_caches for kernel in f.device_caches[device][0].values()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('dtype', [torch.float32, torch.float16])
 @pytest.mark.parametrize('shape', SHAPES, ids=str)
 @pytest.mark.parametrize('arch', [80, 90])

@@ -17,6 +17,7 @@ SETTINGS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('s', SETTINGS)
 def test_derivatives_of_first_and_second_order(s):
     tensors = in_float64(random_tensors((1, 3, 4, 6), 2)[0])

@@ -244,6 +244,7 @@ def test_a_study_that_is_stopped_takes_its_trainings_along_and_goes_on_later(pla
 STUDIES = sorted((REPO / 'configs' / 'studies').glob('*.py'))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('file', [f for f in STUDIES if 'variants' in f.read_text()], ids=lambda f: f.stem)
 def test_the_studies_of_this_package_and_their_page(file, tmp_path, monkeypatch):
     """The page shows what the records say."""

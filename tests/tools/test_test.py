@@ -53,6 +53,7 @@ def by_hand(annotations, predictions, kind):
     return evaluation.stats
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('masks', [False, True])
 def test_evaluation_equals_pycocotools_on_the_dumped_results(tmp_path, coco, masks):
     config = write_detector(tmp_path / 'config.py', coco, masks=masks)
@@ -87,6 +88,7 @@ def run(tmp_path, trained, *options):
     return metrics(tmp_path / 'work')
 
 
+@pytest.mark.slow
 def test_accuracy_equals_that_of_the_dumped_predictions(tmp_path, trained):
     measured = run(tmp_path, trained, '--out', str(tmp_path / 'out.pkl'))
     predictions = load(tmp_path / 'out.pkl')
@@ -94,6 +96,7 @@ def test_accuracy_equals_that_of_the_dumped_predictions(tmp_path, trained):
     assert len(right) == 10 and measured['accuracy/top1'] == pytest.approx(100 * np.mean(right))
 
 
+@pytest.mark.slow
 def test_show_dir_has_a_picture_for_each_image(tmp_path, trained, coco, monkeypatch):
     monkeypatch.chdir(tmp_path)
     run(tmp_path, trained, '--show-dir', 'drawn')
