@@ -3,6 +3,7 @@
 import inspect
 import math
 import re
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -114,10 +115,10 @@ def convert_norms(
         if f.layout.form == 'B x C x H x W':
             norm.register_forward_hook(_channels_first_again)
         report.converted[f.name] = Converted(repr(norm), f.grid, f.layout)
-    for parent in list(model.modules()):
-        for name, child in list(parent.named_children()):
-            if child in new:
-                setattr(parent, name, new[child])
+    for path, module in list(model.named_modules(remove_duplicate=False)):
+        if module in new:
+            parent, _, name = path.rpartition('.')
+            setattr(model.get_submodule(parent), name, new[module])
     if told:
         model.register_forward_pre_hook(image.enter, with_kwargs=True)
         model.register_forward_hook(image.leave, always_call=True)
@@ -146,11 +147,12 @@ class ImageSize:
 
     A norm that runs outside a call of the model does so because activation checkpointing computes its block again. By
     then there may have been other images: the sizes since the last such time are kept, and the number of tokens tells.
+    Each thread has its own call. Compiled code cannot ask for its thread, and needs a model for each.
     """
 
     def __init__(self, only: Size | None) -> None:
         self.only = only
-        self.now: Size | None = None
+        self.now: dict[int, Size] = {}  # by thread
         self.pending: set[Size] = set()
         self.computing_again = False
 
@@ -159,31 +161,33 @@ class ImageSize:
         images = [v for v in (*args, *kwargs.values()) if isinstance(v, Tensor) and v.dim() == 4]
         if not images:
             raise ValueError(f'{type(model).__name__} has norms on grids, and takes images B x C x H x W for that.')
-        self.now = images[0].shape[2], images[0].shape[3]
-        if self.only is not None and self.now != self.only:
+        now = images[0].shape[2], images[0].shape[3]
+        if self.only is not None and now != self.only:
             raise ValueError(
                 f'The norms of {type(model).__name__} were converted for images of {_by(self.only)}, the only size '
-                f'that it took then, but got {_by(self.now)}.'
+                f'that it took then, but got {_by(now)}.'
             )
+        self.now[_thread()] = now
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             if self.computing_again:  # in the backward pass of what came before, which is over
                 self.pending.clear()
                 self.computing_again = False
-            self.pending.add(self.now)
+            self.pending.add(now)
 
     def leave(self, *_: Any) -> None:
         """After each call of the model."""
-        self.now = None
+        self.now.pop(_thread(), None)
 
     def grid(self, layout: Layout, tokens: int) -> Size:
         """Of a norm that is given so many tokens."""
-        if self.now is not None:
-            grid = layout.grid(self.now)
+        now = self.now.get(_thread())
+        if now is not None:
+            grid = layout.grid(now)
             if layout.prefix + grid[0] * grid[1] == tokens:
                 return grid
             raise ValueError(
-                f'A norm has {layout.prefix} + {_by(grid)} tokens for an image of {_by(self.now)} by what the model '
-                f'showed when it was converted, but got {tokens}. Convert it with the example_size={self.now}.'
+                f'A norm has {layout.prefix} + {_by(grid)} tokens for an image of {_by(now)} by what the model '
+                f'showed when it was converted, but got {tokens}. Convert it with the example_size={now}.'
             )
         self.computing_again = True
         grids = {grid for size in self.pending if layout.prefix + math.prod(grid := layout.grid(size)) == tokens}
@@ -199,6 +203,10 @@ class ImageSize:
             f'{" or ".join(sorted(map(_by, grids)))}: images of such sizes were passed before one backward pass. Call '
             'backward() after each, or leave out activation checkpointing.'
         )
+
+
+def _thread() -> int:
+    return 0 if torch.compiler.is_compiling() else threading.get_ident()
 
 
 @dataclass

@@ -36,7 +36,8 @@ def fuse(model: nn.Module) -> tuple[Any, list[Outcome]]:
         >>> outcomes[0]
         Outcome(name='stages.0.patch_embed.norm', kind='TokenBN', into='stages.0.patch_embed.proj', why='')
     """
-    model = copy.deepcopy(model).eval()
+    model = copy.deepcopy(model)
+    model.eval()
     backbones = {name: module for name, module in model.named_modules() if isinstance(module, Backbone)}
     if not backbones:
         raise ValueError(f'{type(model).__name__} has no backbone of mmdtn, whose norms could be fused.')

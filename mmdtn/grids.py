@@ -21,6 +21,7 @@ from mmdtn.norms.dtn import MANY_PREFIX_TOKENS
 Size = tuple[int, int]
 BATCH = 2  # so that windows, which models put into the batch, show
 STRIDES = range(1, 65)
+CHECKPOINTING = ('with_cp', 'grad_checkpointing', 'gradient_checkpointing')  # MM's name for it, timm's, Hugging Face's
 PLACES = ((0.2, 0.7), (0.7, 0.2), (0.45, 0.95), (0.95, 0.4))  # of tokens whose gradients are taken: none near (y, y)
 
 
@@ -100,14 +101,22 @@ def survey(model: nn.Module, example: tuple[int, ...]) -> Survey:
 
 @contextmanager
 def _in_evaluation(model: nn.Module) -> Iterator[None]:
-    before = {module: module.training for module in model.modules()}
+    """And without activation checkpointing, which some models do in evaluation too: it computes blocks twice."""
+    before = [
+        (module, name, getattr(module, name))
+        for module in model.modules()
+        for name in ('training', *CHECKPOINTING)
+        if isinstance(getattr(module, name, None), bool)
+    ]
     model.eval()
+    for module, name, _ in before:
+        setattr(module, name, False)
     try:
         with torch.no_grad():
             yield
     finally:
-        for module, training in before.items():
-            module.training = training  # not by train(), with which frozen stages would do something of their own
+        for module, name, value in before:
+            setattr(module, name, value)  # not by train(), with which frozen stages would do something of their own
 
 
 def _images(model: nn.Module, channels: int, size: Size, number: int = BATCH) -> Tensor:

@@ -2,6 +2,8 @@
 
 import copy
 import pickle
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import timm
@@ -214,7 +216,11 @@ class Odd(nn.LayerNorm):
 
 
 def test_what_stays_and_why():
-    report = convert_norms(Ways(), (64, 96))
+    model = Ways()
+    report = convert_norms(model, (64, 96))
+    model.batch.eval()
+    training = model(images((64, 96)))
+    torch.testing.assert_close(model.eval()(images((64, 96))), training)  # where torch's block asks its norms for eps
     assert {*report.converted} == {'block.norm1', 'block.norm2'}
     expected = dict(
         windows='is given 8 x 24 x 16 for 2 images: windows',
@@ -228,6 +234,13 @@ def test_what_stays_and_why():
     assert report.others == {'rms': 'RMSNorm', 'batch': 'BatchNorm2d', '': 'F.layer_norm, called by the module itself'}
     assert 'the one at' in convert_norms(Ways(shuffle=True), (64, 96)).kept['block.norm1']
     assert convert_norms(Ways(), (32, 64)).kept['block.norm1'] == 'has a grid of 4 x 8 tokens, less than 7 a side'
+
+
+def test_a_norm_with_two_names_is_replaced_under_both():
+    model = vit()
+    model.blocks[0].again = model.blocks[0].norm1
+    convert_norms(model, (64, 64))
+    assert isinstance(model.blocks[0].again, DTN) and model.blocks[0].again is model.blocks[0].norm1
 
 
 def test_include_and_exclude():
@@ -409,6 +422,48 @@ class Checkpointed(nn.Module):
         for block in self.vit.blocks:
             tokens = checkpoint(block, tokens, use_reentrant=False) if self.training else block(tokens)
         return tokens.mean(1)
+
+
+@pytest.mark.parametrize('how', ['mmdet', 'timm'])
+def test_a_model_that_checkpoints_its_blocks_already(how):
+    if how == 'timm':
+        model = vit()
+        model.set_grad_checkpointing(True)
+    else:
+        model = MODELS.build(dict(type='mmdet.SwinTransformer', embed_dims=24, num_heads=(1, 2, 4, 8), with_cp=True))
+    plain = copy.deepcopy(model)
+    for module in plain.modules():
+        module.with_cp = module.grad_checkpointing = False
+    size = (64, 64) if how == 'timm' else (224, 224)
+    assert convert_norms(model, size).converted.keys() == convert_norms(plain, size).converted.keys() != set()
+    checkpointed = [
+        m for m in model.modules() if getattr(m, 'with_cp', False) or getattr(m, 'grad_checkpointing', False)
+    ]
+    assert len(checkpointed) > 0, 'and does so again'
+
+
+def test_portrait_and_landscape_in_two_threads():
+    """Both have as many tokens; each thread's norms know the size of its own image."""
+    model = randomised(vit()).eval()
+    convert_norms(model, (64, 64))
+    sizes = [(64, 96), (96, 64)]
+    with torch.no_grad():
+        expected = [model(images(size)) for size in sizes]
+    inside = threading.Barrier(2)
+
+    def meet(*_):
+        inside.wait(60)
+
+    model.patch_embed.register_forward_hook(meet)
+
+    @torch.no_grad()
+    def run(size):
+        return model(images(size))
+
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(run, sizes))
+    for got, want in zip(found, expected, strict=True):
+        torch.testing.assert_close(got, want)
 
 
 def test_activation_checkpointing_with_one_size_and_with_two_in_flight():

@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader
 from mmdtn import checkpoints
 from mmdtn.analysis import exit_flops
 from mmdtn.analysis.exits import budget_curves, exit_shares
+from mmdtn.checkpoints import to_dvt
 from mmdtn.dvt import DVT, budget
 from mmdtn.dvt.evaluate import Answers, answers, build_loader, load_cascade, race
 from mmdtn.dvt.results import Curve, published_file
@@ -74,8 +75,11 @@ def measure(args: argparse.Namespace, cfg: Config, model: DVT, file: dict[str, A
         print(f'{calibration.conf.shape[1]} training images to find thresholds on')
         sweep = budget.find_thresholds(calibration.conf, budget.shares(len(gflops)))
         spent = budget.outcome(*calibration, sweep, torch.tensor(gflops)).gflops
-        exact = budget.search(*calibration, torch.tensor(gflops), spent, sweep)
-        thresholds = dict(sweep=sweep, exact=exact)
+        thresholds = dict(sweep=sweep)
+        if len(gflops) in (2, 3):
+            thresholds['exact'] = budget.search(*calibration, torch.tensor(gflops), spent, sweep)
+        else:
+            print(f'The exact search is for two exits or three, not {len(gflops)}: there is the sweep alone.')
     validation = answers(model, loader)
     print(f'{validation.conf.shape[1]} validation images')
     return {name: curve_of(validation, gflops, rows) for name, rows in thresholds.items()}, loader
@@ -128,6 +132,8 @@ def run(args: argparse.Namespace) -> None:
     if args.cfg_options:
         cfg.merge_from_dict(args.cfg_options)
     model = load_cascade(cfg, args.checkpoint)
+    if args.publish:
+        check_publishable(model)  # before anything runs
     curves, loader = measure(args, cfg, model, file)
     for name, curve in curves.items():
         print(f'\nthresholds by {name}')
@@ -145,6 +151,13 @@ def run(args: argparse.Namespace) -> None:
     if args.publish:
         checkpoints.write(args.publish, published_file(model, curves['sweep']))
         print(f'written: {args.publish}')
+
+
+def check_publishable(model: DVT) -> None:
+    try:
+        to_dvt(model)
+    except ValueError as error:
+        raise UserError(f'--publish: {error}') from None
 
 
 def stored(file: dict[str, Any], name: str) -> Curve:

@@ -60,7 +60,8 @@ def load(config: str, checkpoint: str) -> Subject:
     settings = cfg.model
     if cfg.get('data_preprocessor'):
         settings.setdefault('data_preprocessor', cfg.data_preprocessor)
-    model = MODELS.build(settings).eval()
+    model = MODELS.build(settings)
+    model.eval()  # not every model of MM returns itself
     state = checkpoints.read(checkpoint)
     if isinstance(model, Backbone) and any(key.startswith('backbone.') for key in state):
         state = {k.removeprefix('backbone.'): v for k, v in state.items() if k.startswith('backbone.')}

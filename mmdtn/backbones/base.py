@@ -11,7 +11,7 @@ from timm.layers import trunc_normal_
 from timm.models.levit import ConvNorm, LinearNorm
 from torch import Tensor, nn
 
-from mmdtn.norms import BatchStatisticsNorm, MovingAverageNorm, TokenNorm, needs_grid
+from mmdtn.norms import BatchStatisticsNorm, TokenNorm, needs_grid, start_new_task
 from mmdtn.registry import class_of
 
 from .. import checkpoints
@@ -105,9 +105,7 @@ class Backbone(BaseModule):
         except ValueError as error:
             raise ValueError(f'{source} cannot fill {type(self).__name__}: {error}') from None
         self.load_state_dict(ours, strict=False)
-        for module in self.modules():
-            if isinstance(module, MovingAverageNorm):
-                module.start_new_task()
+        start_new_task(self)
         print_log(f'{type(self).__name__} from {source}: {report}', logger=MMLogger.get_current_instance())
 
     def train(self, mode: bool = True) -> 'Backbone':

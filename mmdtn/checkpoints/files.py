@@ -13,7 +13,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mmdtn.errors import UserError
+
 State = dict[str, Tensor]
+
+
+class UnreadableFile(UserError, ValueError):
+    """A checkpoint that is damaged, or something else."""
 
 
 class _Log:
@@ -90,21 +96,21 @@ def load(source: str) -> Any:
     except FileNotFoundError:
         raise FileNotFoundError(f'There is no checkpoint {source}; paths are relative to {Path.cwd()}.') from None
     except (OSError, ValueError) as error:
-        raise ValueError(f'{source} cannot be read: {error}') from None
+        raise UnreadableFile(f'{source} cannot be read: {error}') from None
     if zipfile.is_zipfile(io.BytesIO(data)):
         # torch does not look at the checksums that it writes: a flipped bit would be loaded as it is.
         try:
             damaged = zipfile.ZipFile(io.BytesIO(data)).testzip()
         except Exception as error:  # zipfile, zlib and struct each have errors of their own for this
-            raise ValueError(f'{source} is damaged: {error}') from None
+            raise UnreadableFile(f'{source} is damaged: {error}') from None
         if damaged:
-            raise ValueError(f'{source} is damaged: the checksum of its part {damaged} is wrong. Fetch it again.')
+            raise UnreadableFile(f'{source} is damaged: the checksum of its part {damaged} is wrong. Fetch it again.')
     try:
         with torch.serialization.safe_globals(PLAIN_DATA):
             return torch.load(io.BytesIO(data), map_location='cpu', weights_only=True)
     except Exception as error:  # pickle, zip reader and torch raise anything from EOFError to RuntimeError
         reason = str(error).strip().splitlines() or [type(error).__name__]
-        raise ValueError(
+        raise UnreadableFile(
             f'{source} ({len(data)} bytes) is not a checkpoint that can be loaded without running code from it; it may '
             f'be cut short, another kind of file, or hold pickled objects: {_short(reason)}'
         ) from None

@@ -19,7 +19,7 @@ from . import predict
 from .files import FORMATS, need_onnx
 from .graphs import Graph, graph_of
 from .inputs import classes_of, reads_bgr, steps_of
-from .verify import Comparison, compare
+from .verify import Comparison, compare, finding_boxes
 
 Size = tuple[int, int]  # height, width
 MULTIPLE = 32  # of open sides: maps of a pyramid fit each other with no less
@@ -49,6 +49,10 @@ def export(
     """
     if form == 'onnx':
         need_onnx()
+    beside = out.parent / Path(predict.__file__).name
+    if beside.exists() and beside.read_text().partition('\n')[0] != (predict.__doc__ or '').partition('\n')[0]:
+        raise UserError(f'{beside} is not the file that would be put there: name another folder in --out.')
+    out.parent.mkdir(parents=True, exist_ok=True)
     subject = load(config, checkpoint)
     graph = graph_of(subject.model, reads_bgr(subject.cfg), raw).eval().requires_grad_(False)
     sizes = chosen_sizes(graph, size)
@@ -61,9 +65,15 @@ def export(
         runner = run(new)
         batches = (1, 1) if graph.task == 'detection' else (2, 3)
         compared = [compare(graph, runner, batch, *sides) for batch, sides in zip(batches, sizes, strict=False)]
+        if graph.task == 'detection' and not any(c.boxes for c in compared):
+            # Nothing was compared: what the same graph finds with a lower threshold is.
+            graph, lower = finding_boxes(graph, *sizes[0])
+            other = Path(temporary, f'lower-{out.name}')
+            write(program_of(graph, sizes[0], size is None), other, names, about)
+            compared = [compare(graph, run(other), 1, *sides)._replace(score_thr=lower) for sides in sizes]
         new.rename(out)
     if form == 'onnx' and graph.task != 'raw':
-        shutil.copy(predict.__file__, out.parent)
+        shutil.copy(predict.__file__, beside)
     return compared
 
 

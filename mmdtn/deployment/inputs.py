@@ -41,9 +41,13 @@ def steps_of(cfg: Config) -> list[dict[str, Any]]:
 
 def _step(settings: dict[str, Any]) -> dict[str, Any] | None:
     kind = class_of(settings, TRANSFORMS)
-    if issubclass(kind, (LoadImageFromFile, LoadAnnotations)) or kind.__name__.startswith('Pack'):
+    if issubclass(kind, LoadAnnotations) or kind.__name__.startswith('Pack'):
         return None
     step = TRANSFORMS.build(settings)
+    if issubclass(kind, LoadImageFromFile):
+        if step.color_type != 'color':
+            raise UserError(f'The test pipeline has {step}, but predict.py reads colour images and turns them upright.')
+        return None
     if issubclass(kind, CenterCrop) and not step.auto_pad:
         return dict(do='crop', size=list(step.crop_size))
     resampling = dict(backend=getattr(step, 'backend', None), interpolation=getattr(step, 'interpolation', None))

@@ -1,7 +1,7 @@
 """Runs a model that tools/deployment/export.py wrote: python predict.py model.onnx IMAGE... --out DIR
 
-It needs this file and the model, numpy, Pillow and onnxruntime. DIR gets predictions.json, and each image with what was
-found in it. `Model(path)(image)` gives the same for one Pillow image.
+It needs this file and the model, Python 3.10, numpy, Pillow and onnxruntime. DIR gets predictions.json, and each image
+with what was found in it. `Model(path)(image)` gives the same for one Pillow image.
 """
 
 import argparse
@@ -10,6 +10,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+if sys.version_info < (3, 10):  # noqa: UP036  # this file runs where nobody has checked what the package asks for
+    sys.exit('error: predict.py needs Python 3.10 or newer')
 try:
     import numpy as np
     import onnxruntime
@@ -28,7 +30,10 @@ class Model:
     def __init__(self, path: str | Path) -> None:
         if not Path(path).is_file():
             raise ValueError(f'{path} does not exist: give the .onnx file that the export wrote')
-        self.session = onnxruntime.InferenceSession(str(path), providers=onnxruntime.get_available_providers())
+        try:
+            self.session = onnxruntime.InferenceSession(str(path), providers=onnxruntime.get_available_providers())
+        except Exception as error:  # onnxruntime has a class for each kind of failure, and no common one
+            raise ValueError(f'{path} cannot be loaded: {str(error).strip().splitlines()[-1]}') from None
         about = self.session.get_modelmeta().custom_metadata_map.get('mmdtn')
         if about is None:
             raise ValueError(f'{path} does not say what it takes: give a file that tools/deployment/export.py wrote')
@@ -39,8 +44,7 @@ class Model:
             )
 
     def __call__(self, image: Image.Image) -> dict[str, list]:
-        pixels = np.asarray(ImageOps.exif_transpose(image).convert('RGB'))
-        return getattr(self, self.about['task'])(pixels)
+        return getattr(self, self.about['task'])(np.asarray(upright(image)))
 
     def classification(self, pixels: np.ndarray) -> dict[str, list]:
         pixels = prepare(pixels, self.about['prepare'])
@@ -156,12 +160,20 @@ def mask_of(code: dict[str, list[int]]) -> np.ndarray:
     return np.repeat(on, code['counts']).reshape(code['size'], order='F')
 
 
+def upright(image: Image.Image) -> Image.Image:
+    """RGB, turned as its EXIF data say; of sixteen bits the upper eight, as OpenCV takes them."""
+    image = ImageOps.exif_transpose(image)
+    if image.mode.startswith('I'):
+        image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+    return image.convert('RGB')
+
+
 def as_batch(pixels: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(pixels.transpose(2, 0, 1)[None], dtype=np.float32)
 
 
 def draw(image: Image.Image, found: dict[str, list], threshold: float) -> Image.Image:
-    picture = ImageOps.exif_transpose(image).convert('RGB')
+    picture = upright(image)
     pen = ImageDraw.Draw(picture)
     if 'boxes' not in found:
         lines = (f'{name} {score:.2f}' for name, score in zip(found['names'], found['scores'], strict=True))
@@ -185,31 +197,43 @@ def images_of(paths: list[str]) -> list[Path]:
     for path in map(Path, paths):
         if not path.exists():
             raise ValueError(f'{path} does not exist: give images or folders of images')
-        found += sorted(f for f in path.iterdir() if f.suffix.lower() in SUFFIXES) if path.is_dir() else [path]
+        images = (f for f in path.iterdir() if f.suffix.lower() in SUFFIXES and f.is_file())
+        found += sorted(images) if path.is_dir() else [path]
+    if not found:
+        raise ValueError(f'no image in {" ".join(paths)}: none ends in {", ".join(SUFFIXES)}')
     return found
 
 
 def run(model: Model, paths: list[Path], out: Path, threshold: float) -> None:
+    pictures = names_for(paths, out)
     out.mkdir(parents=True, exist_ok=True)
     predictions: dict[str, dict[str, list]] = {}
-    pictures: set[Path] = set()
-    for path in paths:
+    failed = []
+    for path, picture in zip(paths, pictures, strict=True):
         try:
             image = Image.open(path)
             image.load()
-        except OSError as error:
-            raise ValueError(f'{path} cannot be read as an image: {error}') from None
-        try:
             found = predictions[str(path)] = model(image)
-        except ValueError as error:
-            raise ValueError(f'{path}: {error}') from None
-        picture = out / f'{path.stem}.png'
-        if picture in pictures:  # of another folder
-            picture = out / f'{path.stem}-{len(pictures)}.png'
-        pictures.add(picture)
+        except (OSError, ValueError, Image.DecompressionBombError) as error:
+            failed.append(f'{path}: {error}')
+            continue
         draw(image, found, threshold).save(picture)
     (out / 'predictions.json').write_text(json.dumps(predictions, indent=1))
     print(f'{len(predictions)} images; written: {out / "predictions.json"} and a picture of each')
+    if failed:
+        raise ValueError('\n'.join([f'{len(failed)} of {len(paths)} could not be used:', *failed]))
+
+
+def names_for(paths: list[Path], out: Path) -> list[Path]:
+    """A picture for each image, and none in the place of an image."""
+    names: list[Path] = []
+    for path in paths:
+        name = out / f'{path.stem}.png'
+        names.append(name if name not in names else out / f'{path.stem}-{len(names)}.png')
+    images = {path.resolve() for path in paths}
+    if lost := [name for name in names if name.resolve() in images]:
+        raise ValueError(f'{lost[0]} is one of the images and would be overwritten: name another --out')
+    return names
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -223,7 +247,7 @@ def main(arguments: list[str] | None = None) -> None:
     args = parser.parse_args(arguments)
     try:
         run(Model(args.model), images_of(args.images), args.out, args.score)
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         sys.exit(f'error: {error}')
 
 

@@ -26,19 +26,12 @@ class Comparison(NamedTuple):
     boxes: int | None
     original: float  # seconds
     exported: float
+    score_thr: float | None = None  # where no box was over the model's own
 
 
 @torch.no_grad()
 def compare(graph: Graph, run: Run, batch: int, height: int, width: int) -> Comparison:
-    """Pictures of a size that the file takes; those for detectors have an edge that is padded, where the model pads."""
-    down, right = (min(edge, graph.model.data_preprocessor.pad_size_divisor - 1) for edge in (5, 3))
-    size = (height - down, width - right) if graph.task == 'detection' else (height, width)
-    images = np.stack([picture(seed, *size) for seed in range(batch)])
-    padded = torch.tensor(graph.padding()).expand(batch, height, width, 3).contiguous()
-    padded[:, : size[0], : size[1]] = torch.from_numpy(images)
-    inputs = [padded.permute(0, 3, 1, 2).contiguous()] + [torch.tensor(size)] * (graph.task == 'detection')
-    as_read = torch.from_numpy(images[..., ::-1].copy() if graph.reads_bgr else images).permute(0, 3, 1, 2)
-
+    inputs, as_read = pictures(graph, batch, height, width)
     want, got = original(graph, as_read), [tensor for _, tensor in flattened(run(*inputs), '')]
     of = len if graph.task == 'detection' else Tensor.size  # masks come as grids of their boxes
     shapes = [', '.join(str(of(tensor)) for tensor in found) for found in (got, want)]
@@ -60,6 +53,33 @@ def compare(graph: Graph, run: Run, batch: int, height: int, width: int) -> Comp
     return Comparison(
         (batch, 3, height, width), difference, len(want[0]) if graph.task == 'detection' else None, *seconds
     )
+
+
+def pictures(graph: Graph, batch: int, height: int, width: int) -> tuple[list[Tensor], Tensor]:
+    """What a file of this size is given, and the same images as the model reads them.
+
+    Those for detectors have an edge that is padded, where the model pads.
+    """
+    down, right = (min(edge, graph.model.data_preprocessor.pad_size_divisor - 1) for edge in (5, 3))
+    size = (height - down, width - right) if graph.task == 'detection' else (height, width)
+    images = np.stack([picture(seed, *size) for seed in range(batch)])
+    padded = torch.tensor(graph.padding()).expand(batch, height, width, 3).contiguous()
+    padded[:, : size[0], : size[1]] = torch.from_numpy(images)
+    inputs = [padded.permute(0, 3, 1, 2).contiguous()] + [torch.tensor(size)] * (graph.task == 'detection')
+    return inputs, torch.from_numpy(images[..., ::-1].copy() if graph.reads_bgr else images).permute(0, 3, 1, 2)
+
+
+@torch.no_grad()
+def finding_boxes(graph: Graph, height: int, width: int) -> tuple[Graph, float]:
+    """The detector with a score threshold that some boxes exceed, and this threshold."""
+    settings = getattr(graph.model, 'roi_head', graph.model.bbox_head).test_cfg
+    settings.score_thr = 0.0
+    scores = original(graph, pictures(graph, 1, height, width)[1])[1].sort(descending=True).values
+    if len(scores) < 2:
+        raise UserError('The model finds no boxes at all, so there is nothing to compare: no file was written.')
+    last = min(OBJECTS, len(scores) - 1)
+    settings.score_thr = float(scores[last - 1 : last + 1].mean())
+    return type(graph)(graph.model, graph.reads_bgr).eval().requires_grad_(False), settings.score_thr
 
 
 def boxes_apart(want: list[Tensor], got: list[Tensor]) -> float:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from mmdtn import checkpoints
 from mmdtn.backbones.base import architecture
+from mmdtn.norms import start_new_task
 
 from .budget import read_thresholds
 from .exits import ARCHS, FAMILIES, Exit, Reuse
@@ -183,16 +184,19 @@ class DVT(BaseModel):
         return scores, numbers
 
     def init_weights(self) -> None:
-        """Linear weights, class tokens and learned positions from a truncated normal, the rest as torch; or a file."""
+        """Linear weights, class tokens and learned positions from a truncated normal, the rest as torch.
+
+        A pretrained file takes the place of what it has: with ``heads=False`` of all but the heads.
+        """
+        for name, parameter in self.named_parameters():
+            if name.endswith(('.cls_token', '.pos_embed')):
+                trunc_normal_(parameter, std=0.02)
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                trunc_normal_(module.weight, std=0.02)
+                if module.bias is not None:
+                    nn.init.zeros_(module.bias)
         if self.init_cfg is None:
-            for name, parameter in self.named_parameters():
-                if name.endswith(('.cls_token', '.pos_embed')):
-                    trunc_normal_(parameter, std=0.02)
-            for module in self.modules():
-                if isinstance(module, nn.Linear):
-                    trunc_normal_(module.weight, std=0.02)
-                    if module.bias is not None:
-                        nn.init.zeros_(module.bias)
             return
         if self.init_cfg.get('type') != 'Pretrained':
             super().init_weights()
@@ -206,6 +210,7 @@ class DVT(BaseModel):
         except ValueError as error:
             raise ValueError(f'{source} cannot fill DVT: {error}') from None
         self.load_state_dict(ours, strict=False)
+        start_new_task(self)
         print_log(f'DVT from {source}: {report}', logger=MMLogger.get_current_instance())
 
     def _freeze(self, parts: Sequence[str]) -> None:

@@ -7,7 +7,7 @@ from mmengine.runner import Runner
 from torch import Tensor
 
 from mmdtn.errors import UserError
-from mmdtn.norms import MovingAverageNorm
+from mmdtn.norms import start_new_task
 
 NAMED = 5  # of the tensors that do not fit
 
@@ -44,9 +44,7 @@ class StartFromWeightsHook(Hook):
             )
 
     def before_train(self, runner: Runner) -> None:
-        for module in runner.model.modules():
-            if isinstance(module, MovingAverageNorm):
-                module.start_new_task()
+        start_new_task(runner.model)
 
 
 def _shape(tensor: Tensor) -> str:

@@ -61,8 +61,18 @@ class CellFile:
         os.replace(beside, self.path)
 
 
-def digest(file: str | Path) -> str:
-    return hashlib.sha256(Path(file).read_bytes()).hexdigest()[:16]
+def digest(checkpoint: str) -> str:
+    return checkpoint if '://' in checkpoint else _short(Path(checkpoint).read_bytes())
+
+
+def settings_digest(cfg: Config) -> str:
+    """Of what decides what a cell measures."""
+    decides = cfg.model, cfg.test_dataloader.dataset, cfg.test_evaluator
+    return _short(json.dumps(decides, sort_keys=True, default=repr).encode())
+
+
+def _short(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:16]
 
 
 class Subject:
@@ -73,14 +83,14 @@ class Subject:
         self.cfg.load_from, self.cfg.resume = checkpoint, False
         if 'pipeline' not in self.cfg.test_dataloader.dataset:
             raise UserError('the test data set wraps others: name one with a pipeline of its own.')
-        self.pipeline = self.cfg.test_dataloader.dataset.pipeline
+        self.pipeline, self.pictures = self.cfg.test_dataloader.dataset.pipeline, pictures
         annotated = pictures is not None and _fewer_annotated_pictures(self.cfg, pictures)
         self.runner: Runner = build_runner(self.cfg)
         check_data(self.runner, ('test',), strict)
         self.loop: Any = self.runner.test_loop
         self.dataset = self.loop.dataloader.dataset
-        if pictures is not None and not annotated and pictures < len(self.dataset):
-            self.dataset.get_subset_(_evenly(len(self.dataset), pictures))
+        if not annotated:
+            self._leave_some(self.dataset)
         self.evaluator = self.loop.evaluator
         self.runner.call_hook('before_run')
         self.runner.load_or_resume()
@@ -93,15 +103,28 @@ class Subject:
         return self._test(self.dataset, with_corruption(self.pipeline, name, severity))
 
     def stored(self, folder: Path) -> dict[str, float]:
-        """On finished pictures of one cell in class folders: only loaded and normalised, not resized."""
-        return self._test(self._folders(folder), [self.pipeline[0], self.pipeline[-1]])
+        """On the pictures of one cell in class folders; those of the size that the pipeline makes are not resized."""
+        there = self._folders(folder)
+        own = self.dataset.metainfo.get('classes') or ()
+        if len(there.metainfo['classes']) != len(own):
+            raise UserError(
+                f'{folder} has {len(there.metainfo["classes"])} class folders, but the test set of the config has '
+                f'{len(own)} classes: labels count the folders.'
+            )
+        finished = [self.pipeline[0], self.pipeline[-1]]
+        resized, stored = (_size(self.pipeline, self.dataset), _size(finished, there))
+        return self._test(there, finished if stored == resized else self.pipeline)
 
     def renditions(self, folder: Path) -> dict[str, float]:
         """On class folders of some of the classifier's classes, and on those classes of the clean test set."""
         there = self._folders(folder)
         names = list(there.metainfo['classes'])
         own = list(self.dataset.metainfo.get('classes') or ())
-        outputs = own if set(names) <= set(own) else imagenet_folders()
+        outputs = own if set(names) <= set(own) else list(imagenet_folders())
+        if unknown := [name for name in names if name not in outputs]:
+            raise UserError(f'{folder}/{unknown[0]} is neither a class of the test set nor a folder of ImageNet.')
+        if own and len(own) != len(outputs):
+            raise UserError(f'{folder} has classes of ImageNet, but the classifier has {len(own)} of other names.')
         found = self._test(there, self.pipeline, SubsetAccuracy(outputs=outputs))
         clean = self._test(self.dataset, self.pipeline, SubsetAccuracy(names, outputs))
         return {
@@ -116,7 +139,13 @@ class Subject:
     def _folders(self, root: Path) -> Any:
         if not root.is_dir():
             raise UserError(f'{root} is no directory of class folders.')
-        return DATASETS.build(dict(type='mmpretrain.CustomDataset', data_root=str(root), pipeline=[]))
+        dataset = DATASETS.build(dict(type='mmpretrain.CustomDataset', data_root=str(root), pipeline=[]))
+        self._leave_some(dataset)
+        return dataset
+
+    def _leave_some(self, dataset: Any) -> None:
+        if self.pictures is not None and self.pictures < len(dataset):
+            dataset.get_subset_(_evenly(len(dataset), self.pictures))
 
     def _test(self, dataset: Any, pipeline: Sequence[dict], metric: Any = None) -> dict[str, float]:
         dataset.pipeline = Compose(list(pipeline))
@@ -127,6 +156,11 @@ class Subject:
         self.loop.evaluator.dataset_meta = dataset.metainfo
         measured = self.loop.run()
         return {key: float(value) for key, value in measured.items()}
+
+
+def _size(pipeline: Sequence[dict], dataset: Any) -> tuple[int, ...]:
+    """What a pipeline makes of the first picture: height and width."""
+    return tuple(Compose(list(pipeline))(dataset.get_data_info(0))['inputs'].shape[-2:])
 
 
 def stored_cells(root: Path, names: Sequence[str], severities: Sequence[int]) -> Iterator[tuple[str, int, Path]]:

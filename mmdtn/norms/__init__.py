@@ -1,4 +1,4 @@
-from .averages import MovingAverageNorm
+from .averages import MovingAverageNorm, start_new_task
 from .base import BatchStatisticsNorm, TokenNorm
 from .batch import PRepBN, RepBN, TokenBN
 from .build import Place, build_norm, needs_grid, norm_class
@@ -34,4 +34,5 @@ __all__ = [
     'build_norm',
     'needs_grid',
     'norm_class',
+    'start_new_task',
 ]

@@ -23,6 +23,9 @@ class MovingAverageNorm(BatchStatisticsNorm):
         self.bias = nn.Parameter(torch.zeros(num_features))
         self.register_buffer('count', torch.zeros((), dtype=torch.int64))
 
-    def start_new_task(self) -> None:
-        """Count from 0 again, so that there is a warm-up on new data too."""
-        self.count.zero_()
+
+def start_new_task(model: nn.Module) -> None:
+    """The norms of a model with weights from elsewhere count from 0 again: they warm up on the new data too."""
+    for module in model.modules():
+        if isinstance(module, MovingAverageNorm):
+            module.count.zero_()

@@ -105,6 +105,7 @@ class DTN(nn.Module):
             pool_second_moment=pool_second_moment,
         )
         _check_arguments(num_features, **self.options)
+        self.eps = eps  # torch's own transformer layers ask their norms for it
         self.settings = Settings(pool_size, eps, prenorm, unbiased, pool_second_moment, position == 'identity')
         self.prefix_settings = self.settings._replace(pool_size=1, identity=True)
 

@@ -33,7 +33,7 @@ def write_results(study: Study, results: Path, page: Path | None = None) -> str:
         (variant, seed, metric, step, value)
         for (variant, seed), record in found.items()
         for metric in study.metrics.values()
-        for step, value in record.curves[metric].items()
+        for step, value in record.curves.get(metric, {}).items()
     ]
     write_csv(folder / 'runs.csv', ('variant', 'seed', 'metric', 'step', 'value'), rows)
     section = '\n\n'.join(_section(study, found)) + '\n'
@@ -63,7 +63,7 @@ def _section(study: Study, found: Records) -> list[str]:
 
 
 def _training(study: Study, found: Records, title: str, metric: str) -> tuple[list[str], list[list[str]]]:
-    curves = {key: _in_points(record.curves[metric], metric) for key, record in found.items()}
+    curves = _curves(found, metric)
     final = _by_variant({key: curve[max(curve)] for key, curve in curves.items()})
     early = _by_variant({key: after_a_third(curve) for key, curve in curves.items()})
     area = _by_variant({key: statistics.fmean(curve.values()) for key, curve in curves.items()})
@@ -98,7 +98,7 @@ def _evaluated(study: Study, found: Records, evaluations: dict[str, Evaluation])
             single = {
                 key: _in_points({0: record.evaluations[name][metric]}, metric)[0]
                 for key, record in found.items()
-                if name in record.evaluations
+                if metric in record.evaluations.get(name, {})
             }
             columns[title if len(evaluations) == 1 else f'{name}: {title}'] = _by_variant(single)
     variants = [variant for variant in study.variants if any(variant in values for values in columns.values())]
@@ -114,7 +114,7 @@ def _evaluated(study: Study, found: Records, evaluations: dict[str, Evaluation])
 
 def _seeds(study: Study, found: Records) -> str:
     title, metric = next(iter(study.metrics.items()))
-    curves = {key: _in_points(record.curves[metric], metric) for key, record in found.items()}
+    curves = _curves(found, metric)
     final = _by_variant({key: curve[max(curve)] for key, curve in curves.items()})
     compared = {variant: pair for variant in final if (pair := _pair(study, final, variant))}
     if not compared:
@@ -142,6 +142,9 @@ def _facts(study: Study, found: Records) -> str:
     said = [f'{len(found)} run{"s" * (len(found) > 1)}{time}; {"; ".join(machines)}.']
     if todo:
         said.append(f'Not run yet: {_runs(todo)}.')
+    for title, metric in study.metrics.items():
+        if missing := [key for key, record in found.items() if not record.curves.get(metric)]:
+            said.append(f'Not measured in training, {title}: {_runs(missing)}.')
     for name in study.evaluations:
         if missing := [key for key, record in found.items() if name not in record.evaluations]:
             said.append(f'Not measured yet, {name}: {_runs(missing)}.')
@@ -161,6 +164,12 @@ def _runs(runs: list[tuple[str, int]]) -> str:
 def after_a_third(curve: Curve) -> float:
     """At the first evaluation that has seen a third of the schedule."""
     return curve[min(step for step in curve if step >= max(curve) / 3)]
+
+
+def _curves(found: Records, metric: str) -> dict[tuple[str, int], Curve]:
+    """Of the runs that have it: a study may be given another metric later."""
+    there = {key: record.curves.get(metric) for key, record in found.items()}
+    return {key: _in_points(curve, metric) for key, curve in there.items() if curve}
 
 
 def _in_points(curve: Curve, metric: str) -> Curve:

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from mmdtn.analysis.curves import Curve, Run, read_run
+from mmdtn.errors import UserError, nearest
 
 from .study import Study
 
@@ -74,6 +75,9 @@ def record_path(study: Study, variant: str, seed: int, results: Path) -> Path:
 def kept_curves(study: Study, work_dir: Path) -> Run:
     """Of a work directory's logs, what a record keeps."""
     run = read_run(work_dir)
+    for name in study.metrics.values():
+        if name not in run:
+            raise UserError(f'the logs in {work_dir} have no {name!r}{nearest(name, run)}')
     kept = {name: {step: _short(v) for step, v in run[name].items()} for name in study.metrics.values()}
     kept |= {name: _windows(run[name]) for name in WATCHED if run.get(name)}
     if epochs := run.get('epoch'):

@@ -6,6 +6,7 @@ import sys
 
 import numpy as np
 import onnx
+import onnx.numpy_helper
 import onnxruntime
 import pytest
 import torch
@@ -109,6 +110,88 @@ def test_a_file_that_differs_from_the_model_is_not_written(tmp_path):
     ):
         export([config, checkpoint, '--out', str(tmp_path / 'model.onnx'), '--size', '256', '256'])
     assert sorted(p.name for p in tmp_path.iterdir()) == ['config.py', 'weights.pth']
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('lies', [False, True])
+def test_what_a_threshold_hides_is_compared_too(tmp_path, capsys, lies):
+    text = small.RETINANET.replace('test_cfg=dict(', 'test_cfg=dict(score_thr=0.9999, ')
+    text = text.replace('num_classes=5,', "type='LyingHead', num_classes=5,") if lies else text
+    arguments = [*small.write(tmp_path, text), '--out', str(tmp_path / 'to' / 'model.onnx'), '--size', '256', '256']
+    if lies:
+        with pytest.raises(SystemExit, match=r'differ by .*: no file was written'):
+            export(arguments)
+    else:
+        export(arguments)
+        assert ' boxes over 0.' in capsys.readouterr().out
+        model = onnx.load(tmp_path / 'to' / 'model.onnx')
+        assert any(abs(v - 0.9999) < 1e-6 for v in constants(model)), 'the file has its own threshold'
+
+
+def constants(model):
+    tensors = [
+        *model.graph.initializer,
+        *(a.t for n in model.graph.node for a in n.attribute if n.op_type == 'Constant'),
+    ]
+    for tensor in tensors:
+        values = onnx.numpy_helper.to_array(tensor).flatten()
+        if values.size == 1:
+            yield float(values[0])
+
+
+@pytest.mark.slow
+def test_pictures_of_every_kind(detector, tmp_path):
+    """Sixteen bits, grey, turned by EXIF; what cannot be read is named at the end, and the others are not lost."""
+    folder, config, checkpoint = detector
+    source = tmp_path / 'pictures'
+    source.mkdir()
+    with Image.open(folder / '0.png') as picture:
+        grey = picture.convert('L')
+        grey.save(source / 'grey.png')
+        Image.fromarray(np.asarray(grey).astype(np.uint16) * 256).save(source / 'sixteen.png')
+        exif = Image.Exif()
+        exif[0x0112] = 6
+        picture.save(source / 'turned.jpg', exif=exif, quality=100, subsampling=0)
+    (source / 'broken.jpg').write_bytes((source / 'turned.jpg').read_bytes()[:300])
+    (source / 'folder.jpg').mkdir()
+    done = predict(folder, folder / 'model.onnx', source, '--out', tmp_path / 'found')
+    assert done.returncode == 1 and done.stderr.startswith('error: 1 of 4 could not be used:\n'), done.stderr
+    assert f'{source}/broken.jpg: ' in done.stderr and 'Traceback' not in done.stderr
+    found = json.loads((tmp_path / 'found' / 'predictions.json').read_text())
+    model = init_detector(config, checkpoint, device='cpu')
+    assert len(found) == 3
+    for path, ours in found.items():
+        matched, unmatched, pixels, scores = match(inference_detector(model, path).pred_instances, ours)
+        assert matched > 3 and unmatched == 0 and pixels < 0.1 and scores < 1e-4
+    done = predict(folder, folder / 'model.onnx', source / 'grey.png', '--out', source)
+    assert 'grey.png is one of the images and would be overwritten: name another --out' in done.stderr
+    (tmp_path / 'none').mkdir()
+    done = predict(folder, folder / 'model.onnx', tmp_path / 'none', '--out', tmp_path / 'found')
+    assert done.stderr.startswith('error: no image in ')
+    (tmp_path / 'cut.onnx').write_bytes((folder / 'model.onnx').read_bytes()[:1000])
+    done = predict(folder, tmp_path / 'cut.onnx', source, '--out', tmp_path / 'found')
+    assert 'cut.onnx cannot be loaded: ' in done.stderr and 'Traceback' not in done.stderr
+
+
+def test_files_of_others_are_not_overwritten(tmp_path):
+    config, checkpoint = small.write(tmp_path, small.RETINANET)
+    (tmp_path / 'predict.py').write_text('print("mine")')
+    with pytest.raises(SystemExit, match=r'predict\.py is not the file that would be put there'):
+        export([config, checkpoint, '--out', str(tmp_path / 'model.onnx')])
+    assert (tmp_path / 'predict.py').read_text() == 'print("mine")'
+
+
+def test_a_damaged_checkpoint_and_a_pipeline_that_reads_otherwise(tmp_path):
+    config, checkpoint = small.write(
+        tmp_path,
+        small.RETINANET.replace("type='LoadImageFromFile'", "type='LoadImageFromFile', color_type='grayscale'"),
+    )
+    with pytest.raises(SystemExit, match=r"color_type='grayscale'.* but predict.py reads colour images"):
+        export([config, checkpoint, '--out', str(tmp_path / 'model.onnx')])
+    with open(checkpoint, 'r+b') as file:
+        file.truncate(2000)
+    with pytest.raises(SystemExit, match=r'^error: .*weights\.pth .*cut short'):
+        export([config, checkpoint, '--out', str(tmp_path / 'model.onnx')])
 
 
 @pytest.mark.slow

@@ -127,6 +127,18 @@ def test_a_run_that_fails_is_told_and_the_others_go_on(study, capsys):
     assert kept('DTN').curves['accuracy/top1'] == {2: 50.0} and not Path('results/small/LN-0.json').exists()
 
 
+def test_a_metric_that_was_not_logged_is_named(study, capsys):
+    wrong = "metrics = {'top-1': 'accuracy/top_1'}\n"
+    with pytest.raises(SystemExit, match=r"LN-0 have no 'accuracy/top_1'; nearest: accuracy/top1"):
+        study(wrong)
+    assert not Path('results').exists()
+    study()
+    capsys.readouterr()
+    study("metrics = {'top-1': 'accuracy/top1', 'top-5': 'accuracy/top5'}\n")
+    said = capsys.readouterr().out
+    assert 'Not measured in training, top-5: LN seed 0; DTN seed 0.' in said and '| DTN | 1 | 50.0 | +0.0 |' in said
+
+
 @pytest.mark.skipif(sys.platform != 'linux', reason='elsewhere threads have no niceness of their own')
 @pytest.mark.parametrize('own, runs', [(0, 10), (15, 15)])
 def test_runs_are_nicer_than_others_and_never_less_nice_than_the_study(study, own, runs):

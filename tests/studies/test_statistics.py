@@ -25,6 +25,11 @@ def test_seeds_needed_reach_the_power_and_one_less_does_not():
     assert power[0] < 0.8 + 0.01 and power[1] > 0.8 - 0.01
 
 
+def test_more_spread_takes_no_fewer_seeds():
+    needed = [seeds_needed(std=std / 200, difference=1) for std in range(1, 400, 3)]
+    assert needed == sorted(needed) and needed[0] == 2
+
+
 def test_limits_of_seeds_needed():
     assert seeds_needed(std=0, difference=1) == 2
     assert seeds_needed(std=100, difference=1, limit=50) is None

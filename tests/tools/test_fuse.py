@@ -84,6 +84,27 @@ def test_a_classifier(tmp_path, classifier, capsys):
         main([str(out.with_suffix('.py')), str(out), '--out', str(tmp_path / 'twice.pth')])
     with pytest.raises(SystemExit):
         main([str(config), str(checkpoint), '--out', str(tmp_path / 'folder')])
+    with pytest.raises(SystemExit, match=r'classifier\.pth would overwrite .*classifier\.pth: give another name'):
+        main([str(config), str(checkpoint), '--out', str(checkpoint)])
+    foreign = tmp_path / 'foreign.py'
+    foreign.write_text("default_scope = 'mmpretrain'\nmodel = dict(type='mmpretrain.VGG', depth=11, num_classes=2)\n")
+    torch.save(build(foreign).state_dict(), tmp_path / 'foreign.pth')
+    with pytest.raises(SystemExit, match='VGG has no backbone of mmdtn'):
+        main([str(foreign), str(tmp_path / 'foreign.pth'), '--out', str(tmp_path / 'none.pth')])
+
+
+def test_a_model_of_one_size_is_compared_there(tmp_path, capsys):
+    config = tmp_path / 'levit.py'
+    arch = 'dict(widths=(16, 16, 24), key_width=8, num_heads=(2, 2, 3), depths=(1, 1, 1), drop_path_rate=0.0)'
+    backbone = f"dict(type='mmengine.LeViTDTN', img_size=64, norm_cfg=None, arch={arch})"
+    head = "dict(type='LinearClsHead', num_classes=5, in_channels=24)"
+    config.write_text(
+        "default_scope = 'mmpretrain'\ncustom_imports = dict(imports=['mmdtn'])\n"
+        f"model = dict(type='ImageClassifier', backbone={backbone}, head={head})\n"
+    )
+    torch.save(build(config).state_dict(), tmp_path / 'levit.pth')
+    main([str(config), str(tmp_path / 'levit.pth'), '--out', str(tmp_path / 'fused.pth'), '--repeats', '1'])
+    assert '1 x 3 x 64 x 64: outputs differ by' in capsys.readouterr().out
 
 
 @pytest.mark.slow

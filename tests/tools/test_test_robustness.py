@@ -3,10 +3,12 @@
 import csv
 import json
 import shutil
+from typing import ClassVar
 
 import numpy as np
 import pytest
 import torch
+from mmengine.model import BaseModel
 from mmengine.registry import MODELS
 from PIL import Image
 
@@ -119,6 +121,44 @@ def test_stored_pictures_are_those_made_while_loading(classifier, tmp_path, grou
         run(classifier, tmp_path / 'made', '--stored', str(stored))
 
 
+def test_stored_pictures_of_another_size_go_through_the_pipeline(classifier, tmp_path):
+    config = tmp_path / 'config.py'
+    smaller = "_base_.test_dataloader.dataset.pipeline[0], dict(type='mmpretrain.Resize', scale=(16, 16)), _last"
+    config.write_text(
+        f"_base_ = '{classifier[0]}'\n_last = _base_.test_dataloader.dataset.pipeline[-1]\n"
+        f'test_dataloader = dict(dataset=dict(pipeline=[{smaller}]))\n'
+        "model = dict(_delete_=True, type='Bright', data_preprocessor=dict(type='mmpretrain.ClsDataPreprocessor'))\n"
+    )
+    folder = tmp_path / 'stored' / 'fog' / '1'
+    shutil.copytree(classifier[2] / 'val', folder)
+    checkpoint = tmp_path / 'none.pth'
+    torch.save(dict(state_dict=dict(unused=torch.zeros(1))), checkpoint)
+    options = ['--corruptions', 'fog', '--severities', '1', '--stored', str(tmp_path / 'stored')]
+    run((config, checkpoint), tmp_path / 'out', *options)
+    clean, fog = json.loads((tmp_path / 'out' / 'cells.json').read_text())['config']['cells'].values()
+    assert clean == fog and Bright.sides == {16}
+    shutil.rmtree(folder / 'cross')
+    with pytest.raises(SystemExit, match=r'fog/1 has 4 class folders, but the test set of the config has 5 classes'):
+        run((config, checkpoint), tmp_path / 'other', *options)
+
+
+def test_some_of_the_stored_pictures(classifier, tmp_path):
+    stored = tmp_path / 'stored' / 'fog' / '1'
+    shutil.copytree(classifier[2] / 'val', stored)
+    options = ['--corruptions', 'fog', '--severities', '1', '--stored', str(tmp_path / 'stored')]
+    run(classifier, tmp_path / 'out', *options, '--pictures', '3')
+    clean, fog = json.loads((tmp_path / 'out' / 'cells.json').read_text())['config']['cells'].values()
+    assert clean == fog, 'the same three pictures'
+    assert any(abs(clean['accuracy/top1'] - share) < 1e-3 for share in (0, 100 / 3, 200 / 3, 100))
+
+
+def test_cells_of_other_settings_are_not_taken(classifier, tmp_path):
+    cell = ('--corruptions', 'fog', '--severities', '1')
+    run(classifier, tmp_path / 'out', *cell)
+    with pytest.raises(SystemExit, match=r'cells\.json has cells of config with config .* name another --out'):
+        run(classifier, tmp_path / 'out', *cell, '--cfg-options', 'test_dataloader.dataset.data_prefix=train')
+
+
 def test_writing_asks_first_and_goes_on_where_it_stopped(classifier, tmp_path, monkeypatch, capsys):
     source, target = classifier[2] / 'val', tmp_path / 'c'
     cell = ('--corruptions', 'contrast', '--severities', '3', '--processes', '1')
@@ -145,9 +185,29 @@ def test_renditions_are_a_part_of_the_classes(classifier, tmp_path):
         classifier, tmp_path / 'out', '--corruptions', 'fog', '--severities', '1', '--renditions', str(renditions)
     )
     assert summary['renditions_top1_of_3'] >= summary['renditions_top1_of_all']
+    # Of another folder, too, in the same --out.
+    shutil.copytree(renditions, tmp_path / 'fewer')
+    shutil.rmtree(tmp_path / 'fewer' / 'ring')
+    other = ('--corruptions', 'fog', '--severities', '1', '--renditions', str(tmp_path / 'fewer'))
+    assert 'renditions_top1_of_2' in run(classifier, tmp_path / 'out', *other)
+    (tmp_path / 'fewer' / 'cross').rename(tmp_path / 'fewer' / 'circle')
+    with pytest.raises(SystemExit, match='circle is neither a class of the test set nor a folder of ImageNet'):
+        run(classifier, tmp_path / 'none', *other)
     # They are the test set's own pictures of these classes.
     for measure in ('top1_of_3', 'top1_of_all'):
         assert summary[f'renditions_{measure}'] == summary[f'clean_{measure}']
+
+
+@MODELS.register_module()
+class Bright(BaseModel):
+    """Guesses the class by the brightness, and notes how large the images were."""
+
+    sides: ClassVar[set] = set()
+
+    def forward(self, inputs, data_samples=None, mode='predict'):
+        self.sides.update(inputs.shape[-2:])
+        guess = (inputs.mean((1, 2, 3)) * 1e4).long() % 5
+        return [sample.set_pred_label(int(g)) for sample, g in zip(data_samples, guess, strict=True)]
 
 
 @MODELS.register_module()
@@ -206,6 +266,11 @@ def test_some_pictures_and_a_second_model(detector, classifier, tmp_path):
     assert summary['config'] == summary['other']
     with pytest.raises(SystemExit, match='names the same config and checkpoint again'):
         test_robustness.main([*arguments, '--against', str(detector[0]), str(detector[1])])
+    shutil.copytree(detector[1].parent, tmp_path / 'copy' / 'LN', ignore=lambda *_: ['coco'])
+    again = [str(detector[0]), str(tmp_path / 'copy' / 'LN' / 'none.pth'), *CELLS[:2], '--severities', '2']
+    test_robustness.main([*arguments[:-4], '--out', str(tmp_path / 'two'), '--pictures', '2', '--against', *again])
+    names = json.loads((tmp_path / 'two' / 'summary.json').read_text())
+    assert list(names) == [f'config, {detector[1].parent.name}/none', 'config, LN/none']
     summary = run(classifier, tmp_path / 'few', '--corruptions', 'fog', '--severities', '1', '--pictures', '5')
     assert summary['clean_error'] in (0, 20, 40, 60, 80, 100)
 

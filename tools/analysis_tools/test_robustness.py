@@ -8,7 +8,8 @@ Numbers called ImageNet-C are those of its own pictures: --stored DIR.
 
 import argparse
 import json
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,16 @@ from mmdtn.analysis.report import DPI, write_csv
 from mmdtn.datasets.corruption import SEVERITIES, Corruption, chosen
 from mmdtn.engine.launch import add_common_options, check_exists, load_config
 from mmdtn.errors import UserError, readable_errors
-from mmdtn.evaluation.cells import CLEAN, CellFile, Cells, Subject, cell_name, digest, stored_cells
+from mmdtn.evaluation.cells import (
+    CLEAN,
+    CellFile,
+    Cells,
+    Subject,
+    cell_name,
+    digest,
+    settings_digest,
+    stored_cells,
+)
 from mmdtn.evaluation.robustness import (
     corruption_error,
     is_whole_benchmark,
@@ -53,20 +63,29 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def labels(models: list[tuple[str, str]]) -> list[str]:
-    names = [Path(config).stem for config, _ in models]
-    if len(set(names)) < len(names):
-        names = [f'{name}, {Path(checkpoint).stem}' for name, (_, checkpoint) in zip(names, models, strict=True)]
-    if len(set(names)) < len(names):
-        raise UserError(f'--against names the same config and checkpoint again: {models[1][1]}.')
-    return names
+    ways: list[Callable[[Path, Path], str]] = [
+        lambda config, checkpoint: config.stem,
+        lambda config, checkpoint: f'{config.stem}, {checkpoint.stem}',
+        lambda config, checkpoint: f'{config.stem}, {checkpoint.parent.name}/{checkpoint.stem}',
+        lambda config, checkpoint: f'{config}, {checkpoint}',
+    ]
+    for name in ways:
+        names = [name(Path(config), Path(checkpoint)) for config, checkpoint in models]
+        if len(set(names)) == len(names):
+            return names
+    raise UserError(f'--against names the same config and checkpoint again: {models[1][1]}.')
+
+
+def renditions_cell(args: argparse.Namespace) -> str:
+    return f'renditions {args.renditions}'
 
 
 def missing(args: argparse.Namespace, cells: Cells) -> Iterator[tuple[str, Any]]:
     """Names of cells, and what to call a subject's method with."""
     if CLEAN not in cells:
         yield CLEAN, lambda subject: subject.clean()
-    if args.renditions and not any(name.startswith('renditions') for name in cells):
-        yield 'renditions', lambda subject: subject.renditions(args.renditions)
+    if args.renditions and renditions_cell(args) not in cells:
+        yield renditions_cell(args), lambda subject: subject.renditions(args.renditions)
     names = chosen(args.corruptions)
     for name in names:
         for severity in args.severities:
@@ -81,14 +100,14 @@ def missing(args: argparse.Namespace, cells: Cells) -> Iterator[tuple[str, Any]]
 
 def measure(args: argparse.Namespace, file: CellFile, label: str, config: str, checkpoint: str) -> Cells:
     check_exists(checkpoint)
-    made_with = dict(config=config, checkpoint=digest(checkpoint), pictures=args.pictures)
+    cfg: Config = load_config(argparse.Namespace(**{**vars(args), 'config': config}))
+    made_with = dict(config=f'{config} ({settings_digest(cfg)})', checkpoint=digest(checkpoint), pictures=args.pictures)
     made_with['corruptions'] = str(args.stored) if args.stored else 'made while loading'
     cells = file.cells_of(label, made_with)
     todo = list(missing(args, cells))
     if not todo:
         return cells
-    cfg: Config = load_config(argparse.Namespace(**{**vars(args), 'config': config}))
-    cfg.work_dir = args.work_dir or str(args.out / 'logs' / label.replace(', ', '-'))
+    cfg.work_dir = args.work_dir or str(args.out / 'logs' / re.sub(r'[^\w.-]+', '-', label))
     subject = Subject(cfg, checkpoint, args.strict, args.pictures)
     for number, (name, run) in enumerate(todo, 1):
         cells[name] = run(subject)
@@ -107,14 +126,16 @@ def errors_of(accuracies: dict[str, list[float]]) -> dict[str, list[float]]:
     return {name: [1 - value / 100 for value in values] for name, values in accuracies.items()}
 
 
-def summarize(cells: Cells, names: tuple[str, ...], severities: list[int]) -> dict[str, float]:
+def summarize(
+    args: argparse.Namespace, cells: Cells, names: tuple[str, ...], severities: list[int]
+) -> dict[str, float]:
     """Of a classifier: errors in percent. Of a detector: P, mPC and rPC of boxes and masks."""
     if ACCURACY in cells[CLEAN]:
         errors = errors_of(by_corruption(cells, names, severities, ACCURACY))
         found = dict(clean_error=100 - cells[CLEAN][ACCURACY], mean_error=100 * mean_error(errors))
         if is_whole_benchmark(errors):
             found['mCE'] = mean_corruption_error(errors)
-        return found | cells.get('renditions', {})
+        return found | cells.get(renditions_cell(args), {})
     found = {}
     for metric in (ap for ap in APS if ap in cells[CLEAN]):
         numbers = performance(cells[CLEAN][metric], by_corruption(cells, names, severities, metric))
@@ -173,7 +194,7 @@ def run(args: argparse.Namespace) -> None:
     severities = sorted(set(args.severities))
     file = CellFile.open(args.out / 'cells.json')
     measured = {label: measure(args, file, label, *model) for label, model in zip(labels(models), models, strict=True)}
-    summary = {label: summarize(cells, names, severities) for label, cells in measured.items()}
+    summary = {label: summarize(args, cells, names, severities) for label, cells in measured.items()}
     (args.out / 'summary.json').write_text(json.dumps(summary, indent=1) + '\n')
     header, rows = table(measured, names, severities)
     write_csv(args.out / 'robustness.csv', header, rows)

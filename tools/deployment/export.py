@@ -37,6 +37,7 @@ def main(arguments: list[str] | None = None) -> None:
     print(f'written: {args.out}, {args.out.stat().st_size / 1e6:.1f} MB')
     for c in compared:
         boxes = '' if c.boxes is None else f', {c.boxes} boxes'
+        boxes += '' if c.score_thr is None else f' over {c.score_thr:.2g}, as none is over the score_thr of the config'
         print(f'{" x ".join(map(str, c.shape))}{boxes}: the largest difference from the model is {c.difference:.1e}')
         print(f'    {1000 * c.original:.0f} ms by torch, {1000 * c.exported:.0f} ms as exported')
     print(f'(CPU, {torch.get_num_threads()} threads, torch {torch.__version__}, shortest of several runs)')

@@ -20,6 +20,7 @@ import mmdtn
 from mmdtn import checkpoints
 from mmdtn.analysis import flops_by_module
 from mmdtn.analysis.subject import load
+from mmdtn.backbones import LeViTDTN
 from mmdtn.backbones.base import Backbone
 from mmdtn.engine.memory import keep_freed_memory
 from mmdtn.errors import UserError, readable_errors
@@ -29,8 +30,14 @@ from mmdtn.registry import package_of
 
 def convert(config: str, checkpoint: str, out: Path) -> tuple[nn.Module, nn.Module, list[Outcome]]:
     """Writes the fused model beside its config; returns the model, the fused one and what became of each norm."""
+    for file in (out, out.with_suffix('.py')):
+        if file.resolve() in (Path(config).resolve(), Path(checkpoint).resolve()):
+            raise UserError(f'--out {out} would overwrite {file}: give another name.')
     model = load(config, checkpoint).model
-    fused, outcomes = fuse(model)
+    try:
+        fused, outcomes = fuse(model)
+    except ValueError as error:
+        raise UserError(str(error)) from None
     names = [o.name.removeprefix('backbone.') for o in outcomes if o.into]
     if not names:
         raise UserError(f'No norm of {config} can be fused: {outcomes[0].why if outcomes else "it has none"}.')
@@ -61,6 +68,10 @@ def run(model: Any, x: Tensor) -> Sequence[Tensor]:
     return model(x) if isinstance(model, Backbone) else model.extract_feat(x)
 
 
+def only_size(model: nn.Module) -> tuple[int, int]:
+    return next((m.img_size for m in model.modules() if isinstance(m, LeViTDTN)), (224, 224))
+
+
 @torch.no_grad()
 def compare(model: nn.Module, fused: nn.Module, shape: tuple[int, ...], repeats: int) -> None:
     x = torch.randn(shape)
@@ -89,7 +100,9 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument('config')
     parser.add_argument('checkpoint')
     parser.add_argument('--out', required=True, type=Path, metavar='FUSED.pth')
-    parser.add_argument('--shape', type=int, nargs=2, default=(224, 224), metavar=('H', 'W'), help='of the comparison')
+    parser.add_argument(
+        '--shape', type=int, nargs=2, metavar=('H', 'W'), help='of the comparison; 224 224, or what the model takes'
+    )
     parser.add_argument('--batch', type=int, default=1, help='images of the comparison (default: %(default)s)')
     parser.add_argument('--repeats', type=int, default=10, help='runs that are timed (default: %(default)s)')
     parser.add_argument('--debug', action='store_true', help='show the traceback of every error')
@@ -106,9 +119,9 @@ def main(arguments: list[str] | None = None) -> None:
     keep_freed_memory()
     with readable_errors(args.debug):
         model, fused, outcomes = convert(args.config, args.checkpoint, args.out)
-    show(outcomes)
-    print(f'written: {args.out} and {args.out.with_suffix(".py")}')
-    compare(model, fused, (args.batch, 3, *args.shape), args.repeats)
+        show(outcomes)
+        print(f'written: {args.out} and {args.out.with_suffix(".py")}')
+        compare(model, fused, (args.batch, 3, *(args.shape or only_size(model))), args.repeats)
 
 
 if __name__ == '__main__':
