@@ -1,6 +1,6 @@
 # make demo       the environment, then data, training and pictures of a small Mask R-CNN on the CPU: minutes
 # make test       the environment, lint, types and the tests that CI runs: at most 15 minutes on two cores
-# make test-fast  the part to run every few minutes: a minute and a half
+# make test-fast  the part to run every few minutes: little more than a minute
 # make test-all   all tests: every config, and every command of README and docs, too; more than an hour
 # An existing environment: make test PYTHON=/path/to/python
 
