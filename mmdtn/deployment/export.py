@@ -49,8 +49,9 @@ def export(
     """
     if form == 'onnx':
         need_onnx()
-    beside = out.parent / Path(predict.__file__).name
-    if beside.exists() and beside.read_text().partition('\n')[0] != (predict.__doc__ or '').partition('\n')[0]:
+    ours = Path(predict.__file__)
+    beside = out.parent / ours.name
+    if beside.exists() and first_line(beside) != first_line(ours):  # of another version it is replaced
         raise UserError(f'{beside} is not the file that would be put there: name another folder in --out.')
     out.parent.mkdir(parents=True, exist_ok=True)
     subject = load(config, checkpoint)
@@ -73,8 +74,12 @@ def export(
             compared = [compare(graph, run(other), 1, *sides)._replace(score_thr=lower) for sides in sizes]
         new.rename(out)
     if form == 'onnx' and graph.task != 'raw':
-        shutil.copy(predict.__file__, beside)
+        shutil.copy(ours, beside)
     return compared
+
+
+def first_line(file: Path) -> str:
+    return file.read_text().partition('\n')[0]
 
 
 def chosen_sizes(graph: Graph, size: Size | None) -> list[Size]:

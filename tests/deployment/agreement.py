@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 from PIL import Image
+from pycocotools import mask
 from pycocotools.coco import COCO
 from pycocotools.cocoeval import COCOeval
 
@@ -29,13 +30,15 @@ class Agreement(NamedTuple):
     unmatched: int  # of the original's boxes and of the exported model's
     pixels: float  # the largest difference of a box
     scores: float
-    ap: float  # as tools/test.py says
-    exported_ap: float
+    ap: dict[str, float]  # of boxes and masks, as tools/test.py says
+    exported_ap: dict[str, float]
 
 
 def agreement(config: str, checkpoint: str, exported: Path, data: Path, folder: Path) -> Agreement:
     annotations = data / 'annotations' / 'instances_val.json'
+    # In larger batches images are padded to the largest, which the model takes notice of.
     on_data = [f'test_dataloader.dataset.data_root={data}', f'test_evaluator.ann_file={annotations}']
+    on_data.append('test_dataloader.batch_size=1')
     model = Model(exported)
     (resize,) = model.about['prepare']
     found = []
@@ -48,18 +51,20 @@ def agreement(config: str, checkpoint: str, exported: Path, data: Path, folder: 
         samples, _ = original(config, checkpoint, folder / str(side), [*on_data, *few])
         found += [match(sample['pred_instances'], model(Image.open(sample['img_path']))) for sample in samples]
     boxes, unmatched, pixels, scores = zip(*found, strict=True)
-    samples, ap = original(config, checkpoint, folder / 'all', on_data)
+    samples, measured = original(config, checkpoint, folder / 'all', on_data)
     model = Model(exported)
     ours = {sample['img_id']: model(Image.open(sample['img_path'])) for sample in samples}
-    return Agreement(sum(boxes), sum(unmatched), max(pixels), max(scores), ap, average_precision(annotations, ours))
+    ap = {kind: measured[f'coco/{kind}_mAP'] for kind in ('bbox', 'segm') if f'coco/{kind}_mAP' in measured}
+    exported_ap = {kind: average_precision(annotations, ours, kind) for kind in ap}
+    return Agreement(sum(boxes), sum(unmatched), max(pixels), max(scores), ap, exported_ap)
 
 
-def original(config: str, checkpoint: str, folder: Path, options: list[str]) -> tuple[list[dict], float]:
-    """Predictions and AP of tools/test.py."""
+def original(config: str, checkpoint: str, folder: Path, options: list[str]) -> tuple[list[dict], dict]:
+    """Predictions and metrics of tools/test.py."""
     out = folder / 'out.pkl'
     with contextlib.redirect_stdout(io.StringIO()):
         main([config, checkpoint, '--work-dir', str(folder), '--out', str(out), '--cfg-options', *options])
-    return pickle.loads(out.read_bytes()), metrics(folder)['coco/bbox_mAP']
+    return pickle.loads(out.read_bytes()), metrics(folder)
 
 
 def match(theirs: dict, ours: dict) -> tuple[int, int, float, float]:
@@ -80,20 +85,25 @@ def match(theirs: dict, ours: dict) -> tuple[int, int, float, float]:
     return matched, len(theirs['labels']) + len(labels) - 2 * matched, float(max(pixels)), float(max(points))
 
 
-def average_precision(annotations: Path, found: dict[int, dict]) -> float:
+def average_precision(annotations: Path, found: dict[int, dict], kind: str) -> float:
     with contextlib.redirect_stdout(io.StringIO()):
         truth = COCO(annotations)
         categories = sorted(truth.getCatIds())
         results = [
-            dict(image_id=image, category_id=categories[label], score=score, bbox=[x, y, x1 - x, y1 - y])
+            dict(image_id=image, category_id=categories[one['labels'][i]], score=one['scores'][i])
+            | (dict(bbox=[x, y, x1 - x, y1 - y]) if kind == 'bbox' else dict(segmentation=compressed(one['masks'][i])))
             for image, one in found.items()
-            for (x, y, x1, y1), label, score in zip(one['boxes'], one['labels'], one['scores'], strict=True)
+            for i, (x, y, x1, y1) in enumerate(one['boxes'])
         ]
-        evaluation = COCOeval(truth, truth.loadRes(results), 'bbox')
+        evaluation = COCOeval(truth, truth.loadRes(results), kind)
         evaluation.evaluate()
         evaluation.accumulate()
         evaluation.summarize()
     return float(evaluation.stats[0])
+
+
+def compressed(code: dict) -> dict:
+    return mask.frPyObjects(code, *code['size'])
 
 
 if __name__ == '__main__':

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import onnx
@@ -17,6 +18,7 @@ from mmpretrain import ImageClassificationInferencer, get_model
 from PIL import Image
 
 from mmdtn.analysis.subject import load
+from mmdtn.deployment import predict as predict_file
 from mmdtn.deployment.graphs import graph_of
 from mmdtn.deployment.predict import Model, mask_of
 from mmdtn.deployment.verify import compare
@@ -179,6 +181,10 @@ def test_files_of_others_are_not_overwritten(tmp_path):
     with pytest.raises(SystemExit, match=r'predict\.py is not the file that would be put there'):
         export([config, checkpoint, '--out', str(tmp_path / 'model.onnx')])
     assert (tmp_path / 'predict.py').read_text() == 'print("mine")'
+    first_line = Path(predict_file.__file__).read_text().partition('\n')[0]
+    (tmp_path / 'predict.py').write_text(f'{first_line}\n# of an older version')
+    with pytest.raises(SystemExit, match='sides that 32 divides'):  # what is refused next
+        export([config, checkpoint, '--out', str(tmp_path / 'model.onnx'), '--size', '250', '300'])
 
 
 def test_a_damaged_checkpoint_and_a_pipeline_that_reads_otherwise(tmp_path):
@@ -322,8 +328,6 @@ def test_without_a_package(tmp_path, monkeypatch, missing):
 
 
 def test_predict_without_onnxruntime(tmp_path):
-    from mmdtn.deployment import predict as file
-
-    command = ALONE.format(('onnxruntime',), [file.__file__, 'model.onnx', 'picture.png', '--out', 'found'])
+    command = ALONE.format(('onnxruntime',), [predict_file.__file__, 'model.onnx', 'picture.png', '--out', 'found'])
     done = subprocess.run([sys.executable, '-I', '-c', command], capture_output=True, text=True)
     assert done.stderr == 'error: predict.py needs onnxruntime: pip install numpy pillow onnxruntime\n'
