@@ -15,7 +15,8 @@ from .files import Run
 from .graphs import Graph, flattened
 from .predict import pasted
 
-TOLERANCE = 1e-3  # in scores, in logits and in pixels
+TOLERANCE = 1e-3  # in scores and logits, and in the share of a picture in which a mask differs
+PIXELS = 1e-2  # of a box: float32 keeps 1e-4 of coordinates over 1000, and a box is an exponential of what it comes of
 OBJECTS = 8
 REPEATS = 3
 
@@ -24,6 +25,7 @@ class Comparison(NamedTuple):
     shape: tuple[int, ...]
     difference: float
     boxes: int | None
+    pixels: float | None  # between boxes
     original: float  # seconds
     exported: float
     score_thr: float | None = None  # where no box was over the model's own
@@ -40,8 +42,14 @@ def compare(graph: Graph, run: Run, batch: int, height: int, width: int) -> Comp
             f'At {height} x {width} pixels the exported model gives outputs of {shapes[0]}, but the original of '
             f'{shapes[1]}: no file was written.'
         )
+    pixels = None
     if graph.task == 'detection':
-        difference = boxes_apart(want, got)
+        pixels, difference = boxes_apart(want, got)
+        if not pixels <= PIXELS:
+            raise UserError(
+                f'Boxes of the exported model and of the original are {pixels:.2g} pixels apart at {height} x {width} '
+                f'pixels, more than {PIXELS:g}: no file was written.'
+            )
     else:
         difference = max(float((a - b).abs().max()) for a, b in zip(want, got, strict=True))
     if not difference <= TOLERANCE:
@@ -51,7 +59,7 @@ def compare(graph: Graph, run: Run, batch: int, height: int, width: int) -> Comp
         )
     seconds = shortest(lambda: original(graph, as_read)), shortest(lambda: run(*inputs))
     return Comparison(
-        (batch, 3, height, width), difference, len(want[0]) if graph.task == 'detection' else None, *seconds
+        (batch, 3, height, width), difference, len(want[0]) if graph.task == 'detection' else None, pixels, *seconds
     )
 
 
@@ -82,18 +90,26 @@ def finding_boxes(graph: Graph, height: int, width: int) -> tuple[Graph, float]:
     return type(graph)(graph.model, graph.reads_bgr).eval().requires_grad_(False), settings.score_thr
 
 
-def boxes_apart(want: list[Tensor], got: list[Tensor]) -> float:
-    """The largest distance of a box, with its score, to the nearest of its class; equal scores leave the order open."""
+def boxes_apart(want: list[Tensor], got: list[Tensor]) -> tuple[float, float]:
+    """Of each box to the nearest of its class, the largest distance in pixels, and in scores and masks.
+
+    Equal scores leave the order open.
+    """
     (boxes, scores, labels), (other_boxes, other_scores, other_labels) = want[:3], got[:3]
     if len(labels) == 0:
-        return 0.0
-    apart = (boxes[:, None] - other_boxes).abs().amax(-1).maximum((scores[:, None] - other_scores).abs())
-    apart = apart.masked_fill(labels[:, None] != other_labels, float('inf'))
-    nearest, places = apart.min(1)
-    difference = float(max(nearest.max(), apart.amin(0).max()))
+        return 0.0, 0.0
+    pixels = (boxes[:, None] - other_boxes).abs().amax(-1)
+    points = (scores[:, None] - other_scores).abs()
+    apart = pixels.maximum(points).masked_fill(labels[:, None] != other_labels, float('inf'))
+    places, back = apart.argmin(1), apart.argmin(0)
+    each, other = torch.arange(len(labels)), torch.arange(len(other_labels))
+    found = float(apart[each, places].max()), float(apart[back, other].max())
+    if max(found) == float('inf'):
+        return float('inf'), float('inf')
+    difference = float(max(points[each, places].max(), points[back, other].max()))
     if len(want) == 4:
         difference = max(difference, masks_apart(want[3], got[3][places], boxes))
-    return difference
+    return float(max(pixels[each, places].max(), pixels[back, other].max())), difference
 
 
 def masks_apart(masks: Tensor, grids: Tensor, boxes: Tensor) -> float:

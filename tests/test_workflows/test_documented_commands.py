@@ -135,10 +135,11 @@ def _untrained(place, config, epoch):
     cfg = Config.fromfile(REPO / 'configs' / f'{config}.py')
     cfg.model.get('backbone', cfg.model).init_cfg = None
     init_default_scope(cfg.default_scope)
-    state = MODELS.build(cfg.model).state_dict()
+    model = MODELS.build(cfg.model)
+    model.init_weights()
     target = place / 'work_dirs' / Path(config).name / f'epoch_{epoch}.pth'
     target.parent.mkdir(parents=True)
-    torch.save(dict(state_dict=state, meta={}), target)
+    torch.save(dict(state_dict=model.state_dict(), meta={}), target)
 
 
 def here(line: str) -> str:

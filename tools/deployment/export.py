@@ -38,7 +38,9 @@ def main(arguments: list[str] | None = None) -> None:
     for c in compared:
         boxes = '' if c.boxes is None else f', {c.boxes} boxes'
         boxes += '' if c.score_thr is None else f' over {c.score_thr:.2g}, as none is over the score_thr of the config'
-        print(f'{" x ".join(map(str, c.shape))}{boxes}: the largest difference from the model is {c.difference:.1e}')
+        pixels = '' if c.pixels is None else f', {c.pixels:.1e} pixels'
+        shape = ' x '.join(map(str, c.shape))
+        print(f'{shape}{boxes}: the largest difference from the model is {c.difference:.1e}{pixels}')
         print(f'    {1000 * c.original:.0f} ms by torch, {1000 * c.exported:.0f} ms as exported')
     print(f'(CPU, {torch.get_num_threads()} threads, torch {torch.__version__}, shortest of several runs)')
 
