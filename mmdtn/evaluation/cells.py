@@ -155,6 +155,9 @@ class Subject:
         self.loop.evaluator = self.evaluator if metric is None else Evaluator(metric)
         self.loop.evaluator.dataset_meta = dataset.metainfo
         measured = self.loop.run()
+        if not measured:  # by MMDetection's COCO metric where nothing was found, as in pictures full of noise
+            kinds = ((m.prefix, kind) for m in self.loop.evaluator.metrics for kind in getattr(m, 'metrics', ()))
+            measured = {f'{prefix}/{kind}_mAP': 0.0 for prefix, kind in kinds}
         return {key: float(value) for key, value in measured.items()}
 
 
