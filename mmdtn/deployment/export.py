@@ -24,6 +24,7 @@ from .verify import Comparison, compare, finding_boxes
 Size = tuple[int, int]  # height, width
 MULTIPLE = 32  # of open sides: maps of a pyramid fit each other with no less
 MOST = 128  # multiples, 4096 pixels
+COLOURS = 3
 # What an open size is exported at, and one that is tried as well. With fewer than two cells in the last map of a
 # pyramid the exporter would take it for one cell in every image.
 SIZES = {
@@ -55,6 +56,9 @@ def export(
         raise UserError(f'{beside} is not the file that would be put there: name another folder in --out.')
     out.parent.mkdir(parents=True, exist_ok=True)
     subject = load(config, checkpoint)
+    channels = subject.cfg.model.get('backbone', {}).get('in_channels', COLOURS)
+    if channels != COLOURS:
+        raise UserError(f'{config}: the model takes images of {channels} channels; exported files take RGB images.')
     graph = graph_of(subject.model, reads_bgr(subject.cfg), raw).eval().requires_grad_(False)
     sizes = chosen_sizes(graph, size)
     about = description(subject, graph, checkpoint, size)
@@ -98,7 +102,7 @@ def chosen_sizes(graph: Graph, size: Size | None) -> list[Size]:
 
 
 def inputs(graph: Graph, height: int, width: int, batch: int = 1) -> tuple[Tensor, ...]:
-    image = torch.rand(batch, 3, height, width) * 255
+    image = torch.rand(batch, COLOURS, height, width) * 255
     return (image, torch.tensor([height, width])) if graph.task == 'detection' else (image,)
 
 

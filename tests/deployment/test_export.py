@@ -200,6 +200,12 @@ def test_a_damaged_checkpoint_and_a_pipeline_that_reads_otherwise(tmp_path):
         export([config, checkpoint, '--out', str(tmp_path / 'model.onnx')])
 
 
+def test_images_of_other_channels_are_refused(tmp_path):
+    config, checkpoint = small.write(tmp_path, small.LEVIT.replace('img_size=64,', 'img_size=64, in_channels=1,'))
+    with pytest.raises(SystemExit, match='takes images of 1 channels; exported files take RGB images'):
+        export([config, checkpoint, '--out', str(tmp_path / 'model.onnx')])
+
+
 @pytest.mark.slow
 def test_the_graph_of_mask_rcnn(tmp_path):
     """Before it is exported; the same operations as MMDetection's, so the same numbers."""

@@ -93,10 +93,10 @@ def test_a_classifier(tmp_path, classifier, capsys):
         main([str(foreign), str(tmp_path / 'foreign.pth'), '--out', str(tmp_path / 'none.pth')])
 
 
-def test_a_model_of_one_size_is_compared_there(tmp_path, capsys):
+def test_a_model_of_one_size_and_channel_is_compared_there(tmp_path, capsys):
     config = tmp_path / 'levit.py'
     arch = 'dict(widths=(16, 16, 24), key_width=8, num_heads=(2, 2, 3), depths=(1, 1, 1), drop_path_rate=0.0)'
-    backbone = f"dict(type='mmengine.LeViTDTN', img_size=64, norm_cfg=None, arch={arch})"
+    backbone = f"dict(type='mmengine.LeViTDTN', img_size=64, in_channels=1, norm_cfg=None, arch={arch})"
     head = "dict(type='LinearClsHead', num_classes=5, in_channels=24)"
     config.write_text(
         "default_scope = 'mmpretrain'\ncustom_imports = dict(imports=['mmdtn'])\n"
@@ -104,7 +104,7 @@ def test_a_model_of_one_size_is_compared_there(tmp_path, capsys):
     )
     torch.save(build(config).state_dict(), tmp_path / 'levit.pth')
     main([str(config), str(tmp_path / 'levit.pth'), '--out', str(tmp_path / 'fused.pth'), '--repeats', '1'])
-    assert '1 x 3 x 64 x 64: outputs differ by' in capsys.readouterr().out
+    assert '1 x 1 x 64 x 64: outputs differ by' in capsys.readouterr().out
 
 
 @pytest.mark.slow

@@ -28,8 +28,8 @@ from mmdtn.fuse import Outcome, fuse
 from mmdtn.registry import package_of
 
 
-def convert(config: str, checkpoint: str, out: Path) -> tuple[nn.Module, nn.Module, list[Outcome]]:
-    """Writes the fused model beside its config; returns the model, the fused one and what became of each norm."""
+def convert(config: str, checkpoint: str, out: Path) -> tuple[nn.Module, nn.Module, list[Outcome], int]:
+    """Writes the fused model beside its config; returns model, fused model, what became of each norm, and channels."""
     for file in (out, out.with_suffix('.py')):
         if file.resolve() in (Path(config).resolve(), Path(checkpoint).resolve()):
             raise UserError(f'--out {out} would overwrite {file}: give another name.')
@@ -51,7 +51,7 @@ def convert(config: str, checkpoint: str, out: Path) -> tuple[nn.Module, nn.Modu
     meta |= dict(cfg=cfg.pretty_text, mmdtn_version=mmdtn.__version__, fused_from=Path(checkpoint).name)
     checkpoints.write(out, dict(state_dict=fused.state_dict(), meta=meta))
     cfg.dump(out.with_suffix('.py'))
-    return model, fused, outcomes
+    return model, fused, outcomes, backbone.get('in_channels', 3)
 
 
 def show(outcomes: Sequence[Outcome]) -> None:
@@ -118,10 +118,10 @@ def main(arguments: list[str] | None = None) -> None:
     args = parse_args(arguments)
     keep_freed_memory()
     with readable_errors(args.debug):
-        model, fused, outcomes = convert(args.config, args.checkpoint, args.out)
+        model, fused, outcomes, channels = convert(args.config, args.checkpoint, args.out)
         show(outcomes)
         print(f'written: {args.out} and {args.out.with_suffix(".py")}')
-        compare(model, fused, (args.batch, 3, *(args.shape or only_size(model))), args.repeats)
+        compare(model, fused, (args.batch, channels, *(args.shape or only_size(model))), args.repeats)
 
 
 if __name__ == '__main__':
