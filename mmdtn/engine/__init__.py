@@ -1,6 +1,7 @@
 from .adaptive_clip_hook import AdaptiveClipHook
 from .bfloat16_optim_wrapper import BFloat16OptimWrapper
 from .dtn_monitor_hook import DTNMonitorHook
+from .missed_validation_hook import MissedValidationHook
 from .numbered_batch_sampler import NumberedBatchSampler
 from .pending_gradients_hook import PendingGradientsHook
 from .progress_hook import ProgressHook
@@ -14,6 +15,7 @@ __all__ = [
     'AdaptiveClipHook',
     'BFloat16OptimWrapper',
     'DTNMonitorHook',
+    'MissedValidationHook',
     'NumberedBatchSampler',
     'PendingGradientsHook',
     'ProgressHook',

@@ -16,7 +16,7 @@ from mmengine.utils import is_installed
 from mmengine.visualization import TensorboardVisBackend
 from torch.distributed import destroy_process_group
 
-from mmdtn.errors import read_config
+from mmdtn.errors import UserError, read_config
 from mmdtn.registry import class_of
 
 from .distributed import run_on_cpu
@@ -84,6 +84,7 @@ def make_dependable(cfg: Config, strict: bool) -> None:
     add_hook(cfg, type='PendingGradientsHook')
     add_hook(cfg, type='StopOnNonFiniteHook')
     add_hook(cfg, type='ProgressHook')
+    add_hook(cfg, type='MissedValidationHook')
     add_hook(cfg, type='SkipBrokenImagesHook', strict=strict)
     _write_tensorboard_logs(cfg)
 
@@ -112,15 +113,29 @@ def check_exists(checkpoint: str) -> None:
 
 
 def resume(cfg: Config, checkpoint: str) -> None:
-    """Sets what to go on from: a file, or for ``auto`` the newest whole one in the work directory."""
+    """Sets what to go on from: a file, or for ``auto`` the newest whole one that the run has saved."""
     cfg.resume = True
     if checkpoint != 'auto':
         check_exists(checkpoint)
         cfg.load_from = checkpoint
         return
-    found = newest_whole_checkpoint(cfg.work_dir)
-    if found is None:
-        cfg.resume = False
-        print(f'No whole checkpoint in {cfg.work_dir}: training starts from the beginning.')
-    else:
+    out_dir = ((cfg.get('default_hooks') or {}).get('checkpoint') or {}).get('out_dir')
+    folders = [Path(out_dir, Path(cfg.work_dir).name)] if out_dir else []  # as CheckpointHook does
+    found = newest_whole_checkpoint(cfg.work_dir, *folders) or _unchecked_checkpoint(cfg.work_dir)
+    if found is not None:
         cfg.load_from = str(found)
+        return
+    if others := [path for folder in (Path(cfg.work_dir), *folders) for path in folder.glob('*.pth')]:
+        raise UserError(
+            f'{others[0].parent} has checkpoints, but none that is whole and has the state of the optimizer. Name one '
+            'with --resume FILE, or start anew with another --work-dir.'
+        )
+    cfg.resume = False
+    print(f'No checkpoint in {cfg.work_dir}: training starts from the beginning.')
+
+
+def _unchecked_checkpoint(work_dir: str) -> str | None:
+    """What mmengine saved last, if that is no file that can be looked into: one elsewhere, or a folder of DeepSpeed."""
+    note = Path(work_dir, 'last_checkpoint')
+    named = note.read_text().strip() if note.exists() else ''
+    return named if named and ('://' in named or Path(named).is_dir()) else None

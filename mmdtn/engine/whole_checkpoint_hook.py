@@ -72,8 +72,10 @@ class WholeCheckpointHook(CheckpointHook):
             save(*args, **kwargs)
         finally:
             self.file_backend = backend
+        best = [getattr(self, 'best_ckpt_path', None), *getattr(self, 'best_ckpt_path_dict', {}).values()]
         for remove, path in postponed.removals:
-            remove(path)
+            if path not in (self.last_ckpt, *best):  # those may have been written again under the same name
+                remove(path)
 
 
 class _Postponed:
@@ -93,12 +95,17 @@ class _Postponed:
         self.removals.append((self.backend.rmtree, path))
 
 
-def newest_whole_checkpoint(folder: str | Path) -> Path | None:
-    """The last saved file under ``folder`` that a run can go on from.
+def newest_whole_checkpoint(work_dir: str | Path, *folders: str | Path) -> Path | None:
+    """The last saved file of a work directory, or of other folders, that a run can go on from.
 
-    ``last_checkpoint``, which mmengine goes by, may be half written itself, or name a file that is.
+    mmengine goes by ``last_checkpoint``, which may be half written itself, or name a file that is. What it names is
+    tried first: in a copied folder times say nothing.
     """
-    files = sorted(Path(folder).glob('*.pth'), key=lambda path: path.stat().st_mtime_ns, reverse=True)
+    files = [path for folder in (work_dir, *folders) for path in Path(folder).glob('*.pth')]
+    files.sort(key=lambda path: path.stat().st_mtime_ns, reverse=True)
+    note = Path(work_dir, 'last_checkpoint')
+    named = Path(note.read_text().strip()).name if note.exists() else ''
+    files.sort(key=lambda path: path.name != named)
     return next((path for path in files if can_resume_from(path)), None)
 
 

@@ -3,9 +3,24 @@ import shutil
 
 import pytest
 import torch
+from mmengine.hooks import Hook
 
-from mmdtn.engine.whole_checkpoint_hook import PARTIAL, WholeFileBackend, newest_whole_checkpoint
+from mmdtn.engine.whole_checkpoint_hook import PARTIAL, WholeCheckpointHook, WholeFileBackend, newest_whole_checkpoint
 from tests.engine.toy import train
+
+
+class Scores(Hook):
+    """A validation after each epoch, better each time."""
+
+    priority = 'LOWEST'
+
+    def __init__(self):
+        self.there = []
+
+    def after_train_epoch(self, runner):
+        checkpoints = next(hook for hook in runner.hooks if isinstance(hook, WholeCheckpointHook))
+        checkpoints.after_val_epoch(runner, metrics=dict(acc=runner.epoch + 1.0))
+        self.there.append(os.path.exists(os.path.join(runner.work_dir, 'best_acc_now.pth')))
 
 
 @pytest.fixture
@@ -26,6 +41,11 @@ def test_the_newest_whole_checkpoint_is_taken(saved):
         assert newest_whole_checkpoint(saved).name == 'iter_12.pth', len(half)
     newest.write_bytes(content[:1000] + bytes([content[1000] ^ 1]) + content[1001:])  # one bit
     assert newest_whole_checkpoint(saved).name == 'iter_12.pth'
+
+
+def test_a_copied_folder_has_no_times_to_go_by(saved):
+    os.utime(saved / 'iter_8.pth')
+    assert newest_whole_checkpoint(saved).name == 'iter_15.pth'
 
 
 def test_what_training_cannot_go_on_from_is_not_taken(saved):
@@ -65,6 +85,17 @@ def test_old_checkpoints_go_after_the_new_one_is_there(tmp_path, monkeypatch, ke
     train(tmp_path, max_keep_ckpts=keep)
     assert max(there) == there[-1] == keep + 1
     assert len(list(tmp_path.glob('*.pth'))) == keep
+
+
+def test_a_checkpoint_that_replaces_one_of_its_name_stays(tmp_path):
+    train(tmp_path, max_keep_ckpts=1, filename_tmpl='latest.pth')
+    assert torch.load(tmp_path / 'latest.pth', weights_only=False)['meta']['iter'] == 15
+
+
+def test_the_best_checkpoint_stays_where_all_have_one_name(tmp_path):
+    hook = Scores()
+    train(tmp_path, hooks=[hook], save_best='acc', by_epoch=True, filename_tmpl='now.pth')
+    assert hook.there == [True, True, True]
 
 
 def test_leftovers_of_a_killed_run_are_removed(saved):

@@ -5,6 +5,7 @@ import uuid
 
 import numpy as np
 import torch
+from mmengine.evaluator import BaseMetric
 from mmengine.hooks import Hook
 from mmengine.model import BaseModel
 from mmengine.runner import Runner
@@ -38,6 +39,21 @@ class Toy(BaseModel):
         return dict(loss=output.square().mean()) if mode == 'loss' else [output]
 
 
+class Validated(BaseMetric):
+    """Calls a function at the end of each validation."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def process(self, data_batch, data_samples):
+        self.results.append(0)
+
+    def compute_metrics(self, results):
+        self.function()
+        return dict(acc=1.0)
+
+
 class Watch(Hook):
     """Remembers the samples of each iteration."""
 
@@ -62,9 +78,10 @@ def train(
     interval=2,
     by_epoch=False,
     hooks=(),
+    validate=None,
     **checkpoint,
 ):
-    """The runner and its Watch, after the run."""
+    """The runner and its Watch, after the run. ``validate``: called in each validation."""
     watch = Watch()
     loader = dict(
         dataset=Noisy(length),
@@ -72,6 +89,15 @@ def train(
         batch_size=2,
         num_workers=workers,
         persistent_workers=workers > 0,
+    )
+    evaluation = (
+        {}
+        if validate is None
+        else dict(
+            val_dataloader=dict(dataset=Noisy(1), sampler=dict(type='DefaultSampler'), batch_size=1),
+            val_cfg=dict(),
+            val_evaluator=[Validated(validate)],
+        )
     )
     checkpoint = WholeCheckpointHook(interval=interval, by_epoch=by_epoch, **checkpoint)
     runner = Runner(
@@ -83,6 +109,7 @@ def train(
         param_scheduler=dict(type='ExponentialLR', gamma=0.9, by_epoch=False),
         default_hooks=dict(checkpoint=checkpoint),
         custom_hooks=[PendingGradientsHook(), watch, *hooks],
+        **evaluation,
         load_from=None if load_from is None else str(load_from),
         resume=load_from is not None,
         randomness=dict(seed=seed),

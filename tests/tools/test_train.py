@@ -17,6 +17,7 @@ from mmengine.visualization import TensorboardVisBackend
 from mmdtn.datasets import write_classification, write_coco
 from mmdtn.engine import StopOnNonFiniteHook
 from mmdtn.engine.launch import make_dependable
+from mmdtn.errors import UserError
 from tests.training import REPO, run_tool, write_classifier, write_detector
 from tools.train import configure, main, parse_args
 
@@ -158,11 +159,12 @@ def test_a_type_is_recognised_however_it_is_named(name):
     assert cfg.train_cfg == dict(type='ResumableIterLoop', max_iters=5)
     hooks = [hook.type for hook in cfg.custom_hooks]
     assert hooks[:2] == [name(StopOnNonFiniteHook), name(EMAHook)]
-    assert sorted(hooks[2:]) == ['PendingGradientsHook', 'ProgressHook', 'SkipBrokenImagesHook']
+    added = ['MissedValidationHook', 'PendingGradientsHook', 'ProgressHook', 'SkipBrokenImagesHook']
+    assert sorted(hooks[2:]) == added
     assert len(cfg.visualizer.vis_backends) == 1
     cfg.train_cfg = dict(type=name(EpochBasedTrainLoop), max_epochs=5)
     make_dependable(cfg, strict=False)
-    assert cfg.train_cfg == dict(type='ResumableEpochLoop', max_epochs=5) and len(cfg.custom_hooks) == 5
+    assert cfg.train_cfg == dict(type='ResumableEpochLoop', max_epochs=5) and len(cfg.custom_hooks) == 6
 
 
 @pytest.mark.parametrize(('by_epoch', 'loop'), [(True, 'ResumableEpochLoop'), (False, 'ResumableIterLoop')])
@@ -190,6 +192,24 @@ def test_resume_takes_what_is_there(tmp_path, classifier, capsys):
     (tmp_path / 'work' / 'last_checkpoint').write_text('epoch_4.pth')
     cfg = configure(parse_args(arguments))
     assert (cfg.resume, cfg.load_from) == (True, str(tmp_path / 'work' / 'epoch_3.pth'))
+    elsewhere = tmp_path / 'out' / 'work'
+    elsewhere.mkdir(parents=True)
+    (tmp_path / 'work' / 'epoch_3.pth').rename(elsewhere / 'epoch_3.pth')
+    cfg = configure(parse_args([*arguments, f'default_hooks.checkpoint.out_dir={tmp_path / "out"}']))
+    assert (cfg.resume, cfg.load_from) == (True, str(elsewhere / 'epoch_3.pth'))
+
+
+def test_resume_does_not_start_over_beside_checkpoints(tmp_path, classifier):
+    work = tmp_path / 'work'
+    work.mkdir()
+    torch.save(dict(meta={}, state_dict={}), work / 'epoch_3.pth')
+    arguments = [str(classifier), '--resume', '--work-dir', str(work)]
+    with pytest.raises(UserError, match='none that is whole and has the state of the optimizer'):
+        configure(parse_args(arguments))
+    (work / 'epoch_3.pth').unlink()
+    (work / 'global_step3').mkdir()  # as DeepSpeed saves
+    (work / 'last_checkpoint').write_text(str(work / 'global_step3'))
+    assert configure(parse_args(arguments)).load_from == str(work / 'global_step3')
 
 
 class Terminal(StringIO):
