@@ -19,15 +19,16 @@ class DataError(UserError):
 def coco_faults(path: str) -> list[str]:
     """What a COCO annotation file says that cannot be; an error where there is nothing in it to use.
 
-    A JSON file in another format has no faults.
+    A JSON file in another format has no faults, nor has one of COCO's that is not of boxes but of captions, panoptic
+    segments, or test images alone.
     """
     try:
         content = json.loads(Path(path).read_bytes())
     except ValueError as error:
         raise DataError(f'{path} is not JSON: {error}') from None
-    if not isinstance(content, dict) or not {'images', 'annotations', 'categories'} & content.keys():
+    if not isinstance(content, dict) or not _annotates_boxes(content):
         return []
-    if lacking := [key for key in ('images', 'annotations', 'categories') if key not in content]:
+    if lacking := [key for key in ('images', 'categories') if key not in content]:
         raise DataError(f'{path} lacks {", ".join(lacking)}: COCO files have images, annotations and categories.')
     if not content['images']:
         raise DataError(f'{path} has no images.')
@@ -36,13 +37,12 @@ def coco_faults(path: str) -> list[str]:
     categories = {category['id'] for category in content['categories']}
     for image in images.values():
         if min(image.get('width', 1), image.get('height', 1)) <= 0:
-            size = f'{image["width"]} x {image["height"]} pixels'
-            faults.append(f'image {image["id"]} ({image["file_name"]}) is {size}')
+            faults.append(f'image {image["id"]} ({_name(image)}) is {image["width"]} x {image["height"]} pixels')
     repeated = [i for i, count in Counter(a['id'] for a in content['annotations']).items() if count > 1]
     faults += [f'annotation id {i} is used more than once' for i in repeated]
     for annotation in content['annotations']:
         image = images.get(annotation['image_id'])
-        name = image['file_name'] if image else 'which is not in the file'
+        name = _name(image) if image else 'which is not in the file'
         where = f'annotation {annotation["id"]} of image {annotation["image_id"]} ({name})'
         if image is None:
             faults.append(where)
@@ -55,6 +55,16 @@ def coco_faults(path: str) -> list[str]:
         elif not (box[2] > 0 and box[3] > 0):  # NaN too
             faults.append(f'{where} is {box[2]} x {box[3]} pixels')
     return faults
+
+
+def _annotates_boxes(content: dict) -> bool:
+    """By its first annotation; a file without any has none to be wrong."""
+    annotations = content.get('annotations')
+    return isinstance(annotations, list) and all({'id', 'image_id', 'category_id'} <= set(a) for a in annotations[:1])
+
+
+def _name(image: dict) -> str:
+    return image.get('file_name') or image.get('coco_url') or 'without a name'  # LVIS has URLs
 
 
 def image_fault(path: str) -> str | None:
@@ -73,6 +83,8 @@ def image_fault(path: str) -> str | None:
                 return None
     except OSError as error:
         return _reason(error)
+    except Image.DecompressionBombError:
+        return None  # OpenCV reads larger pictures than Pillow
     return decoding_fault(path)  # a format without a mark at its end, or bytes behind it
 
 

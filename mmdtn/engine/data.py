@@ -57,8 +57,7 @@ def _report_annotations(runner: Runner, path: str, strict: bool) -> None:
             result[1] = coco_faults(path)
         except (DataError, OSError) as error:
             result[0] = error
-    broadcast_object_list(result)
-    stop, faults = result
+    stop, faults = broadcast(result)
     if stop is not None:
         raise stop
     if not faults:
@@ -80,24 +79,34 @@ def _without_broken_images(runner: Runner, dataset: Any, strict: bool) -> Any:
         dataset.full_init()
     if not isinstance(dataset, BaseDataset) or not is_local(dataset):
         return dataset
-    found: list[Any] = [None]
+    found: list[Any] = [{}, 0]  # by index what is wrong, and the objects in these images
     if is_main_process():
         with ThreadPoolExecutor(16) as pool:
             infos = [dataset.get_data_info(i) for i in range(len(dataset))]
-            faults = pool.map(lambda info: image_fault(info['img_path']) if 'img_path' in info else None, infos)
-            found = [{i: describe(infos[i], fault) for i, fault in enumerate(faults) if fault}]
-    broadcast_object_list(found)
-    broken = found[0]
+            faults = pool.map(lambda info: image_fault(info['img_path']) if has_local_file(info) else None, infos)
+            found[0] = {i: describe(infos[i], fault) for i, fault in enumerate(faults) if fault}
+            found[1] = sum(len(infos[i].get('instances', ())) for i in found[0])
+    broken, objects = broadcast(found)
     if not broken:
         return dataset
     if strict:
         raise DataError(f'{len(broken)} images cannot be used, the first is {next(iter(broken.values()))}')
     if len(broken) == len(dataset):
         raise DataError(f'none of the {len(broken)} images can be used, the first is {next(iter(broken.values()))}')
+    message = f'{len(broken)} of {len(dataset)} images for evaluation cannot be used and are left out.'
+    if objects:
+        message += f' Metrics that read an annotation file, as CocoMetric, count their {objects} objects as missed.'
+    runner.logger.warning(message)
     for line in broken.values():
         note(runner.log_dir, line)
     dataset.get_subset_([i for i in range(len(dataset)) if i not in broken])
     return dataset
+
+
+def broadcast(found: list[Any]) -> list[Any]:
+    """What the main process has found."""
+    broadcast_object_list(found)
+    return found
 
 
 def describe(info: dict, fault: str) -> str:
@@ -110,5 +119,10 @@ def note(log_dir: str, line: str) -> None:
         file.write(line + '\n')
 
 
-def is_local(dataset: Any) -> bool:
-    return not getattr(dataset, 'backend_args', None) and '://' not in str(getattr(dataset, 'data_root', ''))
+def is_local(dataset: BaseDataset) -> bool:
+    """Whether images are read as files, as far as the data set and the steps of its pipeline say."""
+    return not any(getattr(part, 'backend_args', None) for part in (dataset, *dataset.pipeline.transforms))
+
+
+def has_local_file(info: dict) -> bool:
+    return isinstance(info.get('img_path'), str) and '://' not in info['img_path']

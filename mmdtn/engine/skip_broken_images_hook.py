@@ -12,27 +12,28 @@ from mmengine.runner import Runner
 
 from mmdtn.datasets.faults import DataError, decoding_fault, image_fault
 
-from .data import describe, is_local, listed, note
+from .data import describe, has_local_file, is_local, listed, note
 
 
 @HOOKS.register_module()
 class SkipBrokenImagesHook(Hook):
     """Draws another training image for one that is missing or broken, and lists all left out at the end of the run.
 
-    It puts a check in front of the pipeline of every data set, also of one that another data set wraps, as mmdet's
-    PipelineSwitchHook does with pipelines of its own. (``LoadImageFromFile(ignore_empty=True)`` leaves files out
-    without a word, and takes half a JPEG file for a picture.)
+    It puts a check in front of the pipeline of every data set, also of one that another data set wraps.
+    (``LoadImageFromFile(ignore_empty=True)`` leaves files out without a word, and takes half a JPEG for a picture.)
 
     Args:
         strict: Stop at the first one instead.
     """
 
+    priority = 'LOWEST'  # after mmdet's PipelineSwitchHook, whose new pipeline has no check
+
     def __init__(self, strict: bool = False) -> None:
         self.strict = strict
 
-    def before_train(self, runner: Runner) -> None:
+    def before_train_epoch(self, runner: Runner) -> None:
         for dataset in _innermost(runner.train_dataloader.dataset):
-            if is_local(dataset):
+            if is_local(dataset) and not isinstance(dataset.pipeline, WithoutBrokenImages):
                 dataset.pipeline = WithoutBrokenImages(dataset.pipeline, runner.log_dir, self.strict)
 
     def after_run(self, runner: Runner) -> None:
@@ -50,10 +51,10 @@ class WithoutBrokenImages(Compose):
         self.log_dir, self.strict = log_dir, strict
 
     def __call__(self, data: dict) -> Any:
-        path = data.get('img_path')
-        if not isinstance(path, str):
+        if not has_local_file(data):
             return super().__call__(data)
         image = dict(data)  # the transforms change it
+        path = image['img_path']
         fault = image_fault(path)
         if fault is None:
             try:
@@ -77,8 +78,10 @@ def _report_skipped(runner: Runner) -> None:
 
 
 def _innermost(dataset: Any) -> Iterator[BaseDataset]:
+    """The data sets that have files, of those that wrap them; ``_dataset`` is where mmengine keeps a sliced one."""
     if isinstance(dataset, BaseDataset):
         yield dataset
-    for part in [getattr(dataset, 'dataset', None), *getattr(dataset, 'datasets', [])]:
+    wrapped = [getattr(dataset, name, None) for name in ('_dataset', 'dataset')]
+    for part in [*wrapped, *getattr(dataset, 'datasets', [])]:
         if part is not None:
             yield from _innermost(part)

@@ -64,12 +64,44 @@ def test_files_without_anything_to_use(annotations, tmp_path):
     del content['categories']
     with pytest.raises(DataError, match=r'changed\.json lacks categories'):
         coco_faults(write())
+    del content['annotations']
+    assert coco_faults(write()) == []  # as COCO's files of test images
     path = tmp_path / 'half.json'
     path.write_text('{"images": [{"id": 1, "file_na')
     with pytest.raises(DataError, match=r'half\.json is not JSON: .* line 1 column'):
         coco_faults(str(path))
     path.write_text('{"metainfo": {}, "data_list": []}')
     assert coco_faults(str(path)) == []  # OpenMMLab's own format
+
+
+@pytest.mark.parametrize(
+    'annotation',
+    [
+        dict(image_id=1, file_name='1.png', segments_info=[]),
+        dict(image_id=1, id=1, caption='a ring'),
+        dict(question_id=1, image_id=1, answers=[]),
+    ],
+    ids=['panoptic', 'captions', 'questions'],
+)
+def test_annotations_of_other_things_than_boxes_have_no_faults(annotations, annotation):
+    content, write = annotations
+    content['annotations'] = [annotation]
+    assert coco_faults(write()) == []
+
+
+def test_images_may_be_named_by_their_url(annotations):
+    content, write = annotations
+    for image in content['images']:
+        image['coco_url'] = f'http://images/{image.pop("file_name")}'
+    assert coco_faults(write()) == []
+    content['annotations'][1]['category_id'] = 6
+    assert 'image 1 (http://images/000001.jpg) has category 6' in coco_faults(write())[0]
+
+
+def test_a_picture_too_large_for_pillow_is_whole(tmp_path, monkeypatch):
+    Image.new('L', (30, 30)).save(tmp_path / 'large.png')
+    monkeypatch.setattr(Image, 'MAX_IMAGE_PIXELS', 400)
+    assert image_fault(str(tmp_path / 'large.png')) is None
 
 
 @pytest.mark.parametrize(

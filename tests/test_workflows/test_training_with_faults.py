@@ -21,6 +21,11 @@ def break_images(folder, names):
     (folder / names[2]).write_bytes(half[: len(half) // 2])
 
 
+def annotations_of(data, images):
+    content = load(data / 'annotations' / 'instances_val.json')
+    return [a for a in content['annotations'] if a['image_id'] in images]
+
+
 FAULTS = ('there is no such file', 'the file is empty', 'truncated')
 
 
@@ -49,7 +54,10 @@ def test_broken_images_are_left_out_counted_and_listed(tmp_path, detector, worke
     out = tmp_path / 'out.pkl'
     evaluate([str(detector), str(work / 'epoch_3.pth'), '--work-dir', str(tmp_path / 'test'), '--out', str(out)])
     assert [sample['img_id'] for sample in load(out)] == [2, 4, 5]
-    assert '3 images were skipped' in log_of(tmp_path / 'test')
+    log = log_of(tmp_path / 'test')
+    missed = len(annotations_of(data, images=(1, 3, 6)))
+    assert '3 of 6 images for evaluation cannot be used' in log and f'count their {missed} objects as missed' in log
+    assert '3 images were skipped' in log
 
 
 @pytest.mark.slow
