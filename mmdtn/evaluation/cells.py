@@ -7,11 +7,13 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
 from mmengine.config import Config
 from mmengine.dataset import Compose
+from mmengine.dist import master_only
 from mmengine.evaluator import Evaluator
 from mmengine.registry import DATASETS, METRICS
 from mmengine.runner import Runner
@@ -54,6 +56,7 @@ class CellFile:
                 )
         return model['cells']
 
+    @master_only
     def save(self) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         beside = self.path.with_suffix('.partial')
@@ -84,10 +87,11 @@ class Subject:
         if 'pipeline' not in self.cfg.test_dataloader.dataset:
             raise UserError('the test data set wraps others: name one with a pipeline of its own.')
         self.pipeline, self.pictures = self.cfg.test_dataloader.dataset.pipeline, pictures
-        annotated = pictures is not None and _fewer_annotated_pictures(self.cfg, pictures)
-        self.runner: Runner = build_runner(self.cfg)
-        check_data(self.runner, ('test',), strict)
-        self.loop: Any = self.runner.test_loop
+        with TemporaryDirectory() as folder:  # each process has its own
+            annotated = pictures is not None and _fewer_annotated_pictures(self.cfg, pictures, Path(folder))
+            self.runner: Runner = build_runner(self.cfg)
+            check_data(self.runner, ('test',), strict)
+            self.loop: Any = self.runner.test_loop
         self.dataset = self.loop.dataloader.dataset
         if not annotated:
             self._leave_some(self.dataset)
@@ -183,7 +187,7 @@ def _evenly(total: int, wanted: int) -> list[int]:
     return np.linspace(0, total - 1, min(wanted, total)).round().astype(int).tolist()
 
 
-def _fewer_annotated_pictures(cfg: Config, pictures: int) -> bool:
+def _fewer_annotated_pictures(cfg: Config, pictures: int, folder: Path) -> bool:
     """Gives data set and metric a COCO file of some pictures: COCO's metric counts what it does not see as missed."""
     evaluators = cfg.test_evaluator if isinstance(cfg.test_evaluator, list) else [cfg.test_evaluator]
     annotated = [e for e in evaluators if 'ann_file' in e and 'CocoMetric' in str(class_of(e, METRICS))]
@@ -194,8 +198,7 @@ def _fewer_annotated_pictures(cfg: Config, pictures: int) -> bool:
     content['images'] = [images[i] for i in _evenly(len(images), pictures)]
     kept = {image['id'] for image in content['images']}
     content['annotations'] = [a for a in content['annotations'] if a['image_id'] in kept]
-    file = Path(cfg.work_dir).resolve() / f'{pictures}_pictures.json'
-    file.parent.mkdir(parents=True, exist_ok=True)
+    file = folder / f'{pictures}_pictures.json'
     file.write_text(json.dumps(content))
     cfg.test_dataloader.dataset.ann_file = str(file)
     for evaluator in annotated:

@@ -14,7 +14,7 @@ from PIL import Image
 
 from mmdtn.datasets import write_classification, write_coco
 from mmdtn.datasets.corruption import GROUPS, SEVERITIES
-from tests.training import write_classifier, write_detector
+from tests.training import in_two_processes, write_classifier, write_detector
 from tools.analysis_tools import test_robustness
 from tools.dataset_converters import corrupt
 from tools.test import main as evaluate
@@ -277,6 +277,18 @@ def test_some_pictures_and_a_second_model(detector, classifier, tmp_path):
     assert list(names) == [f'config, {detector[1].parent.name}/none', 'config, LN/none']
     summary = run(classifier, tmp_path / 'few', '--corruptions', 'fog', '--severities', '1', '--pictures', '5')
     assert summary['clean_error'] in (0, 20, 40, 60, 80, 100)
+
+
+def test_two_processes_find_what_one_finds(detector, tmp_path):
+    """One writes, and both leave."""
+    alone = ['--cfg-options', 'test_dataloader.batch_size=1']  # what a picture is padded to depends on its batch
+    arguments = [detector[0], detector[1], '--pictures', '3', *CELLS[:2], '--severities', '2', *alone]
+    test_robustness.main([*map(str, arguments), '--out', str(tmp_path / 'one')])
+    assert in_two_processes(test_robustness.main, *arguments, '--out', 'two', cwd=tmp_path) == [0, 0]
+    one, two = ((tmp_path / name / 'robustness.csv').read_text() for name in ('one', 'two'))
+    assert one == two and len(one.splitlines()) == 2
+    assert 'written: ' in (tmp_path / 'said_0.txt').read_text()
+    assert 'written: ' not in (tmp_path / 'said_1.txt').read_text()
 
 
 def test_errors(classifier, tmp_path):

@@ -15,12 +15,13 @@ from typing import Any
 
 import numpy as np
 from mmengine.config import Config
+from mmengine.dist import is_main_process
 from PIL import Image
 
 from mmdtn.analysis import figures
 from mmdtn.analysis.report import DPI, write_csv
 from mmdtn.datasets.corruption import SEVERITIES, Corruption, chosen
-from mmdtn.engine.launch import add_common_options, check_exists, load_config
+from mmdtn.engine.launch import add_common_options, check_exists, leave_together, load_config
 from mmdtn.errors import UserError, readable_errors
 from mmdtn.evaluation.cells import (
     CLEAN,
@@ -113,7 +114,8 @@ def measure(args: argparse.Namespace, file: CellFile, label: str, config: str, c
         cells[name] = run(subject)
         file.save()
         shown = '  '.join(f'{key} {value:.4g}' for key, value in cells[name].items() if key in (ACCURACY, *APS))
-        print(f'{label}: {name} ({number} of {len(todo)})  {shown}', flush=True)
+        if is_main_process():
+            print(f'{label}: {name} ({number} of {len(todo)})  {shown}', flush=True)
     subject.close()
     return cells
 
@@ -194,6 +196,12 @@ def run(args: argparse.Namespace) -> None:
     severities = sorted(set(args.severities))
     file = CellFile.open(args.out / 'cells.json')
     measured = {label: measure(args, file, label, *model) for label, model in zip(labels(models), models, strict=True)}
+    if is_main_process():
+        write(args, measured, names, severities)
+    leave_together()
+
+
+def write(args: argparse.Namespace, measured: dict[str, Cells], names: tuple[str, ...], severities: list[int]) -> None:
     summary = {label: summarize(args, cells, names, severities) for label, cells in measured.items()}
     (args.out / 'summary.json').write_text(json.dumps(summary, indent=1) + '\n')
     header, rows = table(measured, names, severities)
