@@ -18,11 +18,14 @@ def read_run(source: Path) -> Run:
         raise UserError(f'{source} holds no */vis_data/scalars.json: give the work directory of a run.')
     run: Run = defaultdict(dict)
     for file in files:
-        for number, line in enumerate(file.read_text().splitlines(), 1):
+        lines = file.read_text().splitlines()
+        for number, line in enumerate(lines, 1):
             try:
                 entry = json.loads(line)
             except json.JSONDecodeError:
-                raise UserError(f'{file}, line {number} is no JSON: it is not a log of MMEngine, or cut off.') from None
+                if 1 < number == len(lines):
+                    break  # cut off when the run was killed
+                raise UserError(f'{file}, line {number} is no JSON: it is not a log of MMEngine.') from None
             # Training counts iterations. Evaluation counts what the training loop does, epochs or iterations.
             step = entry.get('step', entry.get('iter'))
             for key, value in entry.items():

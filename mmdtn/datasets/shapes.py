@@ -246,10 +246,16 @@ def _write(root: str | Path, write_split: Callable[..., None], record: dict[str,
 
 
 def _is_whole(root: Path, record: dict[str, Any]) -> bool:
-    """Whether ``root`` was made with ``record`` and has all its pictures still."""
+    """Whether ``root`` was made with ``record`` and has all its pictures and annotations still."""
     if not (root / RECORD).is_file() or json.loads((root / RECORD).read_text()) != record:
         return False
+    if record['kind'] == 'coco' and not all((root / annotations_of(split)).is_file() for split in SPLITS):
+        return False
     return all(len(list((root / split).rglob('*.jpg'))) == record[split] for split in SPLITS)
+
+
+def annotations_of(split: str) -> str:
+    return f'annotations/instances_{split}.json'
 
 
 def _generator(record: dict[str, Any], split: str, index: int) -> Generator:
@@ -286,7 +292,7 @@ def _write_coco_split(root: Path, split: str, record: dict[str, Any]) -> None:
     categories = [dict(id=i, name=name, supercategory='shape') for i, name in enumerate(CLASSES, 1)]
     info = dict(description='generated shapes', version=str(VERSION))
     content = dict(info=info, licenses=[], images=images, annotations=annotations, categories=categories)
-    (root / 'annotations' / f'instances_{split}.json').write_text(json.dumps(content))
+    (root / annotations_of(split)).write_text(json.dumps(content))
 
 
 def _write_classification_split(root: Path, split: str, record: dict[str, Any]) -> None:

@@ -14,13 +14,14 @@ from mmengine.registry import HOOKS
 from mmengine.runner import EpochBasedTrainLoop, Runner
 
 from .data import check_data
-from .launch import add_hook, build_runner
+from .launch import add_hook, build_runner, checkpoint_settings
 
 
 def dry_run(cfg: Config, strict: bool = False) -> None:
     """Builds all of a run, trains and validates a step, reports what the whole takes, and leaves nothing behind."""
     with tempfile.TemporaryDirectory(prefix='dry-run-') as work_dir:
         cfg.work_dir = work_dir
+        checkpoint_settings(cfg).pop('out_dir', None)
         add_hook(cfg, type='DryRunHook')
         runner = build_runner(cfg)
         check_data(runner, ('train', 'val'), strict)

@@ -119,7 +119,7 @@ def resume(cfg: Config, checkpoint: str) -> None:
         check_exists(checkpoint)
         cfg.load_from = checkpoint
         return
-    out_dir = ((cfg.get('default_hooks') or {}).get('checkpoint') or {}).get('out_dir')
+    out_dir = checkpoint_settings(cfg).get('out_dir')
     folders = [Path(out_dir, Path(cfg.work_dir).name)] if out_dir else []  # as CheckpointHook does
     found = newest_whole_checkpoint(cfg.work_dir, *folders) or _unchecked_checkpoint(cfg.work_dir)
     if found is not None:
@@ -132,6 +132,11 @@ def resume(cfg: Config, checkpoint: str) -> None:
         )
     cfg.resume = False
     print(f'No checkpoint in {cfg.work_dir}: training starts from the beginning.')
+
+
+def checkpoint_settings(cfg: Config) -> dict[str, Any]:
+    """Of the hook that saves."""
+    return (cfg.get('default_hooks') or {}).get('checkpoint') or {}
 
 
 def _unchecked_checkpoint(work_dir: str) -> str | None:

@@ -15,6 +15,7 @@ from PIL import Image
 
 from mmdtn.analysis import subject
 from mmdtn.datasets import write_classification, write_coco
+from mmdtn.errors import UserError
 from tests.training import write_classifier, write_detector
 from tools.analysis_tools import analyze_dtn, browse_dataset, compare_runs
 
@@ -242,6 +243,27 @@ def test_the_parts_of_a_resumed_run_are_one_run(tmp_path):
     (later / 'scalars.json').write_text(json.dumps(dict(loss=2.0, epoch=2, iter=20, step=20)))
     run = compare_runs.read_run(folder)
     assert run['loss'] == {10: 4.0, 20: 2.0} and run['accuracy/top1'] == {1: 50.0}
+
+
+def test_a_log_may_end_in_half_a_line(tmp_path):
+    folder = write_run(tmp_path / 'run', {10: 4.0, 20: 9.0}, {})
+    (log,) = folder.rglob('scalars.json')
+    whole = log.read_text()
+    log.write_text(whole[:-4])
+    assert compare_runs.read_run(folder)['loss'] == {10: 4.0}
+    log.write_text(whole[1:])
+    with pytest.raises(UserError, match='line 1 is no JSON'):
+        compare_runs.read_run(folder)
+
+
+def test_the_best_of_a_loss_is_the_lowest(tmp_path):
+    folder = write_run(tmp_path / 'run', {10: 4.0}, {})
+    (log,) = folder.rglob('scalars.json')
+    lines = [{'loss/cross_entropy': value, 'step': epoch} for epoch, value in ((1, 2.0), (2, 0.5), (3, 0.9))]
+    log.write_text('\n'.join(map(json.dumps, lines)))
+    compare_runs.main([str(folder), '--metrics', 'loss/cross_entropy', '--out', str(tmp_path / 'out')])
+    (row,) = read(tmp_path / 'out' / 'table.csv')
+    assert (row['last'], row['best']) == ('0.9', '0.5')
 
 
 def test_a_metric_that_no_run_has_is_told(tmp_path):

@@ -24,3 +24,11 @@ def test_a_published_file_holds_weights_and_config_alone(tmp_path):
     assert Config.fromstring(published['meta']['cfg'], '.py').model.type == 'PVTDTN'
     for name, value in read(out).items():
         assert torch.equal(value, model.state_dict()[name])
+
+
+def test_the_training_checkpoint_stays_even_if_it_is_named_as_the_output(tmp_path):
+    source = tmp_path / 'epoch_12.pth'
+    torch.save(dict(meta=dict(cfg=''), state_dict=dict(a=torch.ones(1)), optimizer={}), source)
+    content = source.read_bytes()
+    publish(str(source), source)
+    assert source.read_bytes() == content and len(list(tmp_path.iterdir())) == 2

@@ -206,6 +206,9 @@ def test_whole_data_is_kept_and_other_data_replaced(tmp_path, monkeypatch):
     (root / 'train' / '000002.jpg').unlink()
     write_coco(root, train=3, val=2)
     assert digests(root) == expected, 'made whole again'
+    (root / 'annotations' / 'instances_val.json').unlink()
+    write_coco(root, train=3, val=2)
+    assert digests(root) == expected, 'with its annotations'
     write_coco(root, train=2, val=2)
     assert len(list((root / 'train').iterdir())) == 2
     assert [p.name for p in tmp_path.iterdir()] == ['shapes']

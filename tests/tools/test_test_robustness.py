@@ -167,6 +167,8 @@ def test_writing_asks_first_and_goes_on_where_it_stopped(classifier, tmp_path, m
     with pytest.raises(SystemExit, match='nothing was written'):
         corrupt.main([str(source), str(target), *cell])
     assert 'about' in capsys.readouterr().out and not list(target.rglob('*.png'))
+    with pytest.raises(SystemExit, match='a second call would corrupt'):
+        corrupt.main([str(source), str(source / 'c'), *cell, '--yes'])
     corrupt.main([str(source), str(target), *cell, '--yes'])
     first = {p: p.read_bytes() for p in target.rglob('*.png')}
     gone = sorted(first)[4]

@@ -253,6 +253,9 @@ def test_dry_run_reports_and_leaves_nothing(tmp_path, kind, request, capsys, mon
             'train_cfg.val_interval=20',
             'train_dataloader.batch_size=1',
             'train_dataloader.batch_sampler=None',
+            'default_hooks.checkpoint.out_dir=out',
+            'default_hooks.checkpoint.by_epoch=False',
+            'default_hooks.checkpoint.interval=1',
         ]
     )
     report = capsys.readouterr().out

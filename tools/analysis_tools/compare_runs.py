@@ -15,7 +15,7 @@ from mmdtn.analysis.report import DPI, write_csv
 from mmdtn.errors import UserError, nearest, readable_errors
 
 METRICS = ('loss', 'coco/bbox_mAP', 'coco/segm_mAP', 'accuracy/top1')
-LOWER_IS_BETTER = ('loss',)
+LOWER_IS_BETTER = ('loss', 'error')  # in a name
 
 
 def config_name(source: Path) -> str:
@@ -37,7 +37,7 @@ def summary(groups: dict[str, list[Run]], metrics: list[str]) -> list[list[str]]
                 continue
             curve = mean_and_spread(there)
             last = max(curve)
-            choose = min if metric in LOWER_IS_BETTER else max
+            choose = min if any(word in metric for word in LOWER_IS_BETTER) else max
             best = [choose(value for step, value in run.items() if step <= last) for run in there]
             spread = statistics.stdev(best) if len(best) > 1 else 0.0
             values = [_value(*curve[last], len(there)), _value(statistics.fmean(best), spread, len(there))]

@@ -6,6 +6,7 @@ eight digits of the file's SHA-256 into its name, as torch.hub and MM's model zo
 
 import argparse
 import hashlib
+import tempfile
 from pathlib import Path
 
 from mmdtn import checkpoints
@@ -16,9 +17,12 @@ def publish(source: str, out: Path) -> Path:
     weights = {key: value.clone() for key, value in checkpoints.read(source).items()}  # views would save whole storages
     if 'cfg' not in checkpoint.get('meta', {}):
         print(f'{source} has no config in its meta: whoever gets the file has to be told how the model was built.')
-    checkpoints.write(out, dict(meta=checkpoint.get('meta', {}), state_dict=weights))
-    digest = hashlib.sha256(out.read_bytes()).hexdigest()[:8]
-    return out.rename(out.with_name(f'{out.stem}-{digest}.pth'))
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=out.parent) as folder:  # OUT itself may be the source
+        unnamed = Path(folder, out.name)
+        checkpoints.write(unnamed, dict(meta=checkpoint.get('meta', {}), state_dict=weights))
+        digest = hashlib.sha256(unnamed.read_bytes()).hexdigest()[:8]
+        return unnamed.rename(out.with_name(f'{out.stem}-{digest}.pth'))
 
 
 def main() -> None:
