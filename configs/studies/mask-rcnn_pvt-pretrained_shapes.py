@@ -1,4 +1,11 @@
-# The study's Mask R-CNN, from the weights of pvt_cifar10-folder.py in place of the start.
-_base_ = './mask-rcnn_pvt_shapes.py'
-_checkpoint = 'work_dirs/pvt_cifar10-folder/iter_522.pth'
-model = dict(backbone=dict(init_cfg=dict(_delete_=True, type='Pretrained', checkpoint=_checkpoint, prefix='backbone.')))
+# The demo's Mask R-CNN with LayerNorm, trained as in the study demo.py, from the weights of pvt_cifar10-folder.py.
+_base_ = '../demo/mask-rcnn_pvt-dtn_shapes.py'
+_checkpoint = 'work_dirs/pvt_cifar10-folder/iter_3910.pth'
+model = dict(
+    backbone=dict(
+        norm_cfg=dict(type='LN'),
+        init_cfg=dict(_delete_=True, type='Pretrained', checkpoint=_checkpoint, prefix='backbone.'),
+    )
+)
+train_dataloader = dict(batch_size=4)
+train_cfg = dict(val_interval=3)

@@ -1,6 +1,6 @@
 # A classifier with the demo's backbone, whose weights the study transfer.py puts into detectors. Train it first:
 #     python tools/train.py configs/studies/pvt_cifar10-folder.py
-_base_ = './vit-micro_cifar10-folder.py'
+_base_ = './vit-micro_10e_cifar10-folder.py'
 model = dict(
     backbone=dict(
         _delete_=True,

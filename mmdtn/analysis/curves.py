@@ -31,6 +31,8 @@ def read_run(source: Path) -> Run:
             for key, value in entry.items():
                 if step is not None and isinstance(value, int | float):
                     run[key][int(step)] = value
+            if 'loss' not in entry and step is not None:
+                run['evaluations'][int(step)] = 1
             if 'loss' in entry and {'epoch', 'iter'} <= entry.keys():
                 run['epoch'][int(entry['iter'])] = entry['epoch']
     return run

@@ -98,7 +98,7 @@ def _evaluated(study: Study, found: Records, evaluations: dict[str, Evaluation])
             single = {
                 key: _in_points({0: record.evaluations[name][metric]}, metric)[0]
                 for key, record in found.items()
-                if metric in record.evaluations.get(name, {})
+                if name not in record.missing(study)
             }
             columns[title if len(evaluations) == 1 else f'{name}: {title}'] = _by_variant(single)
     variants = [variant for variant in study.variants if any(variant in values for values in columns.values())]
@@ -145,9 +145,11 @@ def _facts(study: Study, found: Records) -> str:
     for title, metric in study.metrics.items():
         if missing := [key for key, record in found.items() if not record.curves.get(metric)]:
             said.append(f'Not measured in training, {title}: {_runs(missing)}.')
+    lacking: dict[str, list[str]] = {}
     for name in study.evaluations:
-        if missing := [key for key, record in found.items() if name not in record.evaluations]:
-            said.append(f'Not measured yet, {name}: {_runs(missing)}.')
+        if runs := [key for key, record in found.items() if name in record.missing(study)]:
+            lacking.setdefault(_runs(runs), []).append(name)
+    said += [f'Not measured yet, {", ".join(names)}: {runs}.' for runs, names in lacking.items()]
     others = [(v, s) for (v, s), record in found.items() if record.fingerprint != study.fingerprint(v, s)]
     if others:
         said.append(f'Made with another version of the config: {_runs(others)}.')

@@ -23,7 +23,8 @@ class Record:
     """A finished run.
 
     ``curves`` has by metric and step the study's metrics, and the loss and the gradient norm as means over windows.
-    ``evaluations`` has by name and metric what was measured on the trained model. ``core_minutes`` is the processor's
+    ``evaluations`` has by name and metric what was measured on the trained model, and ``measured`` by name the
+    fingerprint of how. ``core_minutes`` is the processor's
     time, which other work on the machine does not change much; None for a run that was interrupted.
     """
 
@@ -36,7 +37,17 @@ class Record:
     machine: str = ''
     torch: str = torch.__version__
     curves: Run = field(default_factory=dict)
+    measured: dict[str, str] = field(default_factory=dict)
     evaluations: dict[str, dict[str, float]] = field(default_factory=dict)
+
+    def missing(self, study: Study) -> list[str]:
+        """Evaluations that were not made, or not as the study has them now."""
+        return [
+            name
+            for name, evaluation in study.evaluations.items()
+            if self.measured.get(name) != evaluation.fingerprint
+            or not set(evaluation.metrics_of(study)) <= self.evaluations.get(name, {}).keys()
+        ]
 
     def save(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -75,6 +86,7 @@ def record_path(study: Study, variant: str, seed: int, results: Path) -> Path:
 def kept_curves(study: Study, work_dir: Path) -> Run:
     """Of a work directory's logs, what a record keeps."""
     run = read_run(work_dir)
+    _add_zeros(run)
     for name in study.metrics.values():
         if name not in run:
             raise UserError(f'the logs in {work_dir} have no {name!r}{nearest(name, run)}')
@@ -83,6 +95,14 @@ def kept_curves(study: Study, work_dir: Path) -> Run:
     if epochs := run.get('epoch'):
         kept['epoch'] = {max(epochs): int(epochs[max(epochs)])}
     return kept
+
+
+def _add_zeros(run: Run) -> None:
+    """MMDetection's COCO metric says nothing of an evaluation in which nothing was found: then its APs are 0."""
+    coco = [name for name in run if name.startswith('coco/')]
+    measured = {step for name in coco for step in run[name]}
+    for name in coco:
+        run[name] |= {step: 0.0 for step in run.get('evaluations', {}) if step not in measured}
 
 
 def _windows(curve: Curve) -> Curve:
@@ -98,7 +118,8 @@ def _short(value: float) -> float:
 
 def machine() -> str:
     """The processor's name, its cores, and the system."""
-    info = Path('/proc/cpuinfo')
-    names = [line.partition(':')[2].strip() for line in info.read_text().splitlines() if line.startswith('model name')]
+    info = Path('/proc/cpuinfo')  # Linux has it
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = [line.partition(':')[2].strip() for line in lines if line.startswith('model name')]
     name = names[0] if names else platform.processor() or platform.machine()
     return f'{name}, {os.cpu_count()} cores, {platform.system()}'

@@ -18,15 +18,10 @@ from mmdtn.engine.whole_checkpoint_hook import newest_whole_checkpoint
 from mmdtn.errors import UserError, nearest
 
 from .records import Record, kept_curves, machine, record_path
-from .study import Evaluation, Options, Study
+from .study import TOOLS, Evaluation, Options, Study
 
 NICE = 10  # other work on the machine goes first
 STARTED, FINISHED = 'started', 'finished'  # files in a run's work directory; the first has its fingerprint
-# By tool, the option for a folder, and the file in it that has the metrics.
-TOOLS = {
-    'tools/test.py': ('--work-dir', '*/[0-9]*_[0-9]*.json'),
-    'tools/analysis_tools/test_robustness.py': ('--out', 'summary.json'),
-}
 
 
 @dataclass(frozen=True)
@@ -88,18 +83,20 @@ class _Runner:
         path = record_path(study, job.variant, job.seed, self.results)
         work = self.work / study.name / f'{job.variant}-{job.seed}'
         record = Record.load(path) if path.exists() else None
-        if record is not None and study.evaluations.keys() <= record.evaluations.keys():
+        if record is not None and not record.missing(study):
             same = record.fingerprint == job.fingerprint
             print(f'done before{"" if same else f", with another version of the config ({path})"}: {job}', flush=True)
             return
         if record is None or not (work / FINISHED).exists():
             record = self.train(job, work)  # also where only the record is here: what is missing needs the model
             record.save(path)
-        for name, evaluation in study.evaluations.items():
-            if name not in record.evaluations:
-                print(f'{name}: {job}', flush=True)
-                record.evaluations[name] = self.evaluate(job, evaluation, work, work / name.replace(' ', '-'))
-                record.save(path)
+        for name in record.missing(study):
+            print(f'{name}: {job}', flush=True)
+            evaluation = study.evaluations[name]
+            folder = work / f'{name.replace(" ", "-")}-{evaluation.fingerprint}'
+            record.evaluations[name] = self.evaluate(job, evaluation, work, folder)
+            record.measured[name] = evaluation.fingerprint
+            record.save(path)
         print(f'finished: {job}', flush=True)
 
     def train(self, job: Job, work: Path) -> Record:
@@ -132,12 +129,17 @@ class _Runner:
         option, pattern = TOOLS[evaluation.tool]
         options = {**job.study.settings(job.variant, job.seed), **evaluation.options}
         command = [evaluation.tool, job.study.config, str(checkpoint), option, str(folder), *evaluation.arguments]
-        self.call([*command, *_as_words(options)], folder.with_suffix('.log'))
+        self.call([*command, *_as_words(options)], folder.with_name(f'{folder.name}.log'))
         newest = max(folder.glob(pattern), key=lambda file: file.stat().st_mtime_ns)
         measured = json.loads(newest.read_text())
         measured = measured.get(Path(job.study.config).stem, measured)  # some tools say whose numbers they are
-        wanted = evaluation.metrics or job.study.metrics
-        return {name: measured[name] for name in wanted.values()}
+        wanted = evaluation.metrics_of(job.study)
+        if not any(name.startswith('coco/') for name in measured):  # where nothing was found, in no picture
+            measured |= {name: 0.0 for name in wanted if name.startswith('coco/')}
+        for name in wanted:
+            if name not in measured:
+                raise UserError(f'{evaluation.tool} has measured no {name!r}{nearest(name, measured)}')
+        return {name: measured[name] for name in wanted}
 
     def call(self, command: list[str], log: Path) -> float:
         """Seconds of the processor that the command took; what it says goes to a file."""

@@ -13,6 +13,11 @@ from mmengine.config import Config
 from mmdtn.errors import UserError, nearest
 
 Options = Mapping[str, Any]  # settings to change in a config, as --cfg-options takes them
+# What an evaluation can call: by tool, the option for a folder, and the file in it that has the metrics.
+TOOLS = {
+    'tools/test.py': ('--work-dir', '*/[0-9]*_[0-9]*.json'),
+    'tools/analysis_tools/test_robustness.py': ('--out', 'summary.json'),
+}
 
 
 @dataclass(frozen=True)
@@ -52,8 +57,7 @@ class Study:
         """Of all that the run's config says, inherited files included: equal for runs that may share a table."""
         cfg = Config.fromfile(self.config)
         cfg.merge_from_dict(self.settings(variant, seed))
-        text = json.dumps(cfg.to_dict(), sort_keys=True, default=repr)
-        return hashlib.sha256(text.encode()).hexdigest()[:16]
+        return _digest(cfg.to_dict())
 
     @classmethod
     def read(cls, file: str | Path) -> 'Study':
@@ -74,6 +78,15 @@ class Study:
             evaluations={name: Evaluation(**given) for name, given in evaluations.items()},
             **content,
         )
+        for options in (*study.variants.values(), *(each.options for each in study.evaluations.values())):
+            for key, value in options.items():
+                if isinstance(value, dict) or (isinstance(value, str) and set(value) & set(' ,[](){}')):
+                    raise UserError(f'{file}: {key}={value!r} is no option for a command line: put it into a config.')
+        for evaluation in study.evaluations.values():
+            if evaluation.tool not in TOOLS:
+                raise UserError(
+                    f'{file}: no evaluation is made by {evaluation.tool!r}{nearest(evaluation.tool, TOOLS)}'
+                )
         for name in (study.baseline, *study.few):
             if name not in study.variants:
                 raise UserError(f'{file}: there is no variant {name!r}{nearest(name, study.variants)}')
@@ -88,7 +101,7 @@ class Evaluation:
         title: Of its part of the page.
         options: Settings to change in the config of the run.
         metrics: By title, the name in what the tool writes; those of the study, if not said.
-        tool: What runs: ``tools/test.py``, or another that takes CONFIG, CHECKPOINT and --work-dir.
+        tool: What runs, one of ``TOOLS``.
         arguments: More of the tool's.
     """
 
@@ -97,3 +110,15 @@ class Evaluation:
     metrics: dict[str, str] = field(default_factory=dict)
     tool: str = 'tools/test.py'
     arguments: tuple[str, ...] = ()
+
+    def metrics_of(self, study: Study) -> list[str]:
+        return list((self.metrics or study.metrics).values())
+
+    @property
+    def fingerprint(self) -> str:
+        """Of what decides the numbers."""
+        return _digest([self.tool, self.options, self.arguments])
+
+
+def _digest(content: Any) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True, default=repr).encode()).hexdigest()[:16]

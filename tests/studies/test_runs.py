@@ -42,7 +42,7 @@ config = 'config.py'
 metrics = {'top-1': 'accuracy/top1'}
 variants = {'LN': {'norm': 'LN'}, 'DTN': {'norm': 'DTN'}}
 seeds = (0,)
-evaluations = {'niceness': dict()}
+evaluations = {'niceness': dict(metrics={'niceness': 'accuracy/top1'})}
 """
 
 
@@ -67,7 +67,7 @@ def kept(variant):
     return Record.load(Path('results', 'small', f'{variant}-0.json'))
 
 
-MORE = "evaluations = {'niceness': dict(), 'model': dict(metrics={'AP': 'coco/bbox_mAP'})}\n"
+MORE = "evaluations = {'niceness': dict(metrics={'niceness': 'accuracy/top1'}), 'model': dict(metrics={'AP': 'coco/bbox_mAP'})}\n"
 
 
 def test_what_is_missing_of_a_committed_record_is_measured_on_a_model_trained_anew(study, capsys):
@@ -81,6 +81,20 @@ def test_what_is_missing_of_a_committed_record_is_measured_on_a_model_trained_an
     study(MORE, '--variants', 'LN')
     assert 'training: small, LN, seed 0' in capsys.readouterr().out
     assert kept('LN').evaluations.keys() == {'niceness', 'model'}
+
+
+def test_an_evaluation_that_was_changed_is_made_again(study, capsys):
+    study()
+    capsys.readouterr()
+    study()
+    assert 'niceness: small' not in capsys.readouterr().out
+    study("evaluations = {'niceness': dict(metrics={'niceness': 'accuracy/top1'}, arguments=('--other',))}\n")
+    said = capsys.readouterr().out
+    assert said.count('niceness: small') == 2 and 'training' not in said
+    study("evaluations = {'niceness': dict(metrics={'AP': 'coco/bbox_mAP'}, arguments=('--other',))}\n")
+    assert kept('LN').evaluations['niceness'] == {'coco/bbox_mAP': 1.0}
+    with pytest.raises(SystemExit, match="has measured no 'coco/bbox_AP'; nearest: coco/bbox_mAP"):
+        study("evaluations = {'niceness': dict(metrics={'AP': 'coco/bbox_AP'})}\n")
 
 
 def test_nothing_is_measured_on_a_model_that_is_not_trained_to_the_end(study):

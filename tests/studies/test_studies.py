@@ -1,5 +1,6 @@
 """Studies: what a file says, what is run and what is not, and what the page shows."""
 
+import dataclasses
 import json
 import os
 import signal
@@ -88,6 +89,12 @@ def test_the_fingerprint_is_of_all_that_the_config_says(study, tmp_path):
         ("baseline = 'RN'", "no variant 'RN'; nearest: LN"),
         ('seed = 3', "no 'seed'; nearest: seeds"),
         ("variants = {'a/b': {}}", "'a/b' names files"),
+        ("variants = {'LN': {'norm': {'type': 'LN'}}}", 'norm=.* is no option for a command line'),
+        ("variants = {'LN': {'name': 'two words'}}", "name='two words' is no option for a command line"),
+        (
+            "evaluations = {'a': dict(tool='tools/tests.py')}",
+            "no evaluation .*'tools/tests.py'; nearest: tools/test.py",
+        ),
     ],
 )
 def test_a_wrong_study_is_told(tmp_path, more, message):
@@ -118,6 +125,16 @@ def test_long_curves_are_kept_as_means(study, tmp_path):
     kept = kept_curves(study, tmp_path / 'run')
     assert len(kept['loss']) == 40 and kept['loss'][10] == 5.5 and kept['loss'][400] == 395.5
     assert kept['accuracy/top1'] == {1: 12.346}
+
+
+def test_where_nothing_was_found_ap_is_zero(study, tmp_path):
+    """MMDetection's metric leaves it out then."""
+    study = dataclasses.replace(study, metrics={'box AP': 'coco/bbox_mAP'})
+    logs = tmp_path / 'run' / '20260101_000000' / 'vis_data'
+    logs.mkdir(parents=True)
+    lines = [dict(loss=1.0, iter=9, step=9), dict(time=0.1, step=1), {'coco/bbox_mAP': 0.25, 'time': 0.1, 'step': 2}]
+    (logs / 'scalars.json').write_text('\n'.join(map(json.dumps, lines)))
+    assert kept_curves(study, tmp_path / 'run')['coco/bbox_mAP'] == {1: 0.0, 2: 0.25}
 
 
 def test_the_table(study, tmp_path):
@@ -159,6 +176,7 @@ def test_evaluations_that_share_a_title_share_a_table(tmp_path):
     found = four(study)
     for r, (one, two) in zip(found, [(50, 40), (60, 50), (53, 45), (62, 57)], strict=True):
         r.evaluations = {'1x': {'accuracy/top1': one}, '2x': {'accuracy/top1': two}}
+        r.measured = {name: evaluation.fingerprint for name, evaluation in study.evaluations.items()}
     found[-1].evaluations.pop('2x')
     save(tmp_path, *found)
     section = write_results(study, tmp_path)
@@ -276,6 +294,7 @@ evaluations = {'fog': dict(tool='tools/analysis_tools/test_robustness.py', metri
 """
     study = write_study(tmp_path / 'foggy.py', root / 'config.py', more)
     main(arguments(tmp_path, study))
-    measured = json.loads((tmp_path / 'work' / 'foggy' / 'LN-4' / 'fog' / 'summary.json').read_text())['config']
+    (summary,) = (tmp_path / 'work' / 'foggy' / 'LN-4').glob('fog-*/summary.json')
+    measured = json.loads(summary.read_text())['config']
     kept = records(Study.read(study), tmp_path / 'results')['LN', 4].evaluations['fog']
     assert kept == {'mean_error': measured['mean_error']} and 'fog:' in capsys.readouterr().out

@@ -80,9 +80,7 @@ def confirmed() -> bool:
 def run(args: argparse.Namespace) -> None:
     names = chosen(args.corruptions)
     if args.target.resolve().is_relative_to(args.source.resolve()):
-        raise UserError(
-            f'{args.target} is inside {args.source}: a second call would corrupt what is written.'
-        )
+        raise UserError(f'{args.target} is inside {args.source}: a second call would corrupt what is written.')
     sources = sorted(path for path in args.source.rglob('*') if path.suffix.lower() in ENDINGS)
     if not sources:
         raise UserError(f'{args.source} has no pictures ({", ".join(ENDINGS)}).')
