@@ -93,7 +93,9 @@ class Backbone(BaseModule):
         options = dict(self.init_cfg)
         source, prefix = options.pop('checkpoint'), options.pop('prefix', '')
         options.pop('type')
-        state = checkpoints.read(source)
+        checkpoint = checkpoints.load(source)
+        state = checkpoints.state_of(checkpoint, source)
+        settings = checkpoints.backbone_settings(checkpoint)
         found = {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
         if not found:
             raise ValueError(
@@ -101,7 +103,7 @@ class Backbone(BaseModule):
                 'Leave prefix out of init_cfg to have it found.'
             )
         try:
-            ours, report = checkpoints.convert(found, self, **options)
+            ours, report = checkpoints.convert(found, self, **options, settings=settings)
         except ValueError as error:
             raise ValueError(f'{source} cannot fill {type(self).__name__}: {error}') from None
         self.load_state_dict(ours, strict=False)

@@ -1,9 +1,10 @@
 from .convert import Report, convert
 from .dtn import from_dtn_pvt, from_dtn_vit
 from .dvt import from_dvt, to_dvt
-from .files import load, read, write
+from .files import load, read, state_of, write
 from .formats import CHOICES
 from .levit import from_levit, from_mmpretrain_levit, from_timm_levit
+from .origin import backbone_settings
 from .pvt import from_mmdet_pvt, from_pvt, from_timm_pvt_v2
 from .swin import from_microsoft_swin, from_mmdet_swin, from_mmpretrain_swin, from_timm_swin
 from .t2t import from_mmpretrain_t2t, from_t2t
@@ -12,6 +13,7 @@ from .vit import from_mmpretrain_vit, from_timm_vit
 __all__ = [
     'CHOICES',
     'Report',
+    'backbone_settings',
     'convert',
     'from_dtn_pvt',
     'from_dtn_vit',
@@ -32,6 +34,7 @@ __all__ = [
     'from_timm_vit',
     'load',
     'read',
+    'state_of',
     'to_dvt',
     'write',
 ]

@@ -2,7 +2,9 @@
 
 import math
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -12,6 +14,7 @@ from torch import Tensor, nn
 from ..norms import DTN
 from ..norms.dtn import mix_of
 from .formats import FORMATS, State, recognise
+from .origin import check_origin
 
 # Ends of a backbone that classification and detection do not share; all else has to fit.
 ENDS = r'cls_token|cls_pos|norm[0-3]?\.(weight|bias)'
@@ -45,6 +48,7 @@ def convert(
     warm_start: float | None = None,
     resize: bool = False,
     keep: str | None = None,
+    settings: Mapping[str, Any] | None = None,
 ) -> tuple[State, Report]:
     """``state`` as one that ``model`` loads, a backbone or a classifier or detector around one of ours.
 
@@ -55,6 +59,7 @@ def convert(
         warm_start: For a file with LayerNorm and a model with DTN: both lambdas of every layer.
         resize: Interpolate position embeddings and bias tables of another size, instead of refusing them.
         keep: A pattern: parameters of the backbone with such names keep their start, whatever the file has for them.
+        settings: Of the backbone that the file is of, if it says so: :func:`backbone_settings`.
     """
     whole = hasattr(model, 'backbone')
     backbone: nn.Module = model.backbone if whole else model  # type: ignore[assignment]
@@ -70,6 +75,8 @@ def convert(
         report.kept += sorted(kept)
     ours = _fit(ours, target, report, resize)
     _check_function(ours, backbone, name, warm_start)
+    if settings is not None:
+        check_origin(settings, backbone)
     report.used += len(ours)
     ours |= _fill(ours, target, report, backbone, warm_start)
     if not whole:

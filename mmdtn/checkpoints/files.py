@@ -46,7 +46,11 @@ def read(source: str | Path) -> State:
     ``model_state_dict``, without the ``module.`` that distributed training puts in front; of timm's training files the
     moving average.
     """
-    checkpoint = load(str(source))
+    return state_of(load(str(source)), source)
+
+
+def state_of(checkpoint: Any, source: str | Path) -> State:
+    """The tensors of what :func:`load` gives, as :func:`read` gives them."""
     for key in ('state_dict_ema', 'model_state_dict', 'state_dict', 'model', 'module'):
         if isinstance(checkpoint, dict) and isinstance(checkpoint.get(key), dict):
             checkpoint = checkpoint[key]

@@ -117,13 +117,13 @@ def resume(cfg: Config, checkpoint: str) -> None:
     cfg.resume = True
     if checkpoint != 'auto':
         check_exists(checkpoint)
-        cfg.load_from = checkpoint
+        _go_on_from(cfg, checkpoint)
         return
     out_dir = checkpoint_settings(cfg).get('out_dir')
     folders = [Path(out_dir, Path(cfg.work_dir).name)] if out_dir else []  # as CheckpointHook does
     found = newest_whole_checkpoint(cfg.work_dir, *folders) or _unchecked_checkpoint(cfg.work_dir)
     if found is not None:
-        cfg.load_from = str(found)
+        _go_on_from(cfg, str(found))
         return
     if others := [path for folder in (Path(cfg.work_dir), *folders) for path in folder.glob('*.pth')]:
         raise UserError(
@@ -132,6 +132,11 @@ def resume(cfg: Config, checkpoint: str) -> None:
         )
     cfg.resume = False
     print(f'No checkpoint in {cfg.work_dir}: training starts from the beginning.')
+
+
+def _go_on_from(cfg: Config, checkpoint: str) -> None:
+    cfg.load_from = checkpoint
+    add_hook(cfg, type='CheckWeightsHook')
 
 
 def checkpoint_settings(cfg: Config) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from mmengine.runner import Runner
 
 from mmdtn.datasets.corruption import GROUPS, with_corruption
 from mmdtn.engine.data import check_data
-from mmdtn.engine.launch import build_runner
+from mmdtn.engine.launch import add_hook, build_runner
 from mmdtn.errors import UserError
 from mmdtn.registry import class_of
 
@@ -84,6 +84,7 @@ class Subject:
     def __init__(self, cfg: Config, checkpoint: str, strict: bool = False, pictures: int | None = None) -> None:
         self.cfg = copy.deepcopy(cfg)
         self.cfg.load_from, self.cfg.resume = checkpoint, False
+        add_hook(self.cfg, type='CheckWeightsHook')
         if 'pipeline' not in self.cfg.test_dataloader.dataset:
             raise UserError('the test data set wraps others: name one with a pipeline of its own.')
         self.pipeline, self.pictures = self.cfg.test_dataloader.dataset.pipeline, pictures

@@ -170,3 +170,11 @@ def test_errors(tmp_path, trained):
         main([str(config), str(checkpoint.with_name('epoch_2.pth'))])
     with pytest.raises(SystemExit):
         main([str(config), str(checkpoint), '--out', 'results.txt'])
+    plain = ['--cfg-options', 'model.backbone.norm_cfg.type=LN']
+    with pytest.raises(SystemExit, match=r'epoch_1\.pth is not .*config\.py: the model has no backbone\..*mean_mix'):
+        main([str(config), str(checkpoint), '--work-dir', str(tmp_path), *plain])
+    with pytest.raises(SystemExit, match=r'size mismatch for head\.fc\.weight'):
+        main([str(config), str(checkpoint), '--work-dir', str(tmp_path), '--cfg-options', 'model.head.num_classes=4'])
+    torch.save(dict(state_dict=dict(a=torch.ones(1))), tmp_path / 'other.pth')
+    with pytest.raises(SystemExit, match=r'other\.pth is not .*: the file has no backbone.*; and \d+ more'):
+        main([str(config), str(tmp_path / 'other.pth'), '--work-dir', str(tmp_path)])

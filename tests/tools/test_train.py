@@ -212,6 +212,14 @@ def test_resume_does_not_start_over_beside_checkpoints(tmp_path, classifier):
     assert configure(parse_args(arguments)).load_from == str(work / 'global_step3')
 
 
+@pytest.mark.slow
+def test_resume_refuses_another_model(tmp_path, classifier):
+    train = [str(classifier), '--work-dir', str(tmp_path / 'work'), '--cfg-options', 'train_cfg.max_epochs=1']
+    main(train)
+    with pytest.raises(SystemExit, match=r'epoch_1\.pth is not a checkpoint .*size mismatch for head\.fc\.weight'):
+        main([*train, 'train_cfg.max_epochs=2', 'model.head.num_classes=4', 'experiment_name=other', '--resume'])
+
+
 class Terminal(StringIO):
     def isatty(self):
         return True

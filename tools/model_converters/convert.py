@@ -14,7 +14,6 @@ from typing import Any
 from mmengine.config import Config
 from mmengine.registry import MODELS, init_default_scope
 from mmengine.utils import import_modules_from_strings
-from torch import nn
 
 import mmdtn
 from mmdtn import checkpoints
@@ -51,15 +50,15 @@ def parse_args() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def from_config(path: str) -> nn.Module:
+def from_config(path: str) -> Config:
     cfg = Config.fromfile(path)
     import_modules_from_strings(**cfg.get('custom_imports', dict(imports=['mmdtn'])))
     init_default_scope(cfg.get('default_scope', 'mmengine'))
     cfg.model.get('backbone', cfg.model).init_cfg = None
-    return MODELS.build(cfg.model)
+    return cfg
 
 
-def from_arch(name: str, state: State, said: str, warm_start: bool) -> nn.Module:
+def from_arch(name: str, state: State, said: str, warm_start: bool) -> Config:
     """The backbone that computes what the file's model does, with its class token where it has one."""
     kind = recognise(split(state)[0], said)
     if kind.startswith('mmdtn'):
@@ -78,26 +77,32 @@ def from_arch(name: str, state: State, said: str, warm_start: bool) -> nn.Module
             arch = dict(base=name, num_heads=LN_HEADS, norm_heads=DTN_HEADS)
         elif backbone in (ViTDTN, T2TViTDTN):
             options['cls_from'] = 0  # as in the file
-    return backbone(arch, norm_cfg=norm_cfg, **options)
+    return Config(dict(model=dict(type=backbone.__name__, arch=arch, norm_cfg=norm_cfg, **options)))
 
 
 def main() -> None:
     args = parse_args()
     try:
-        state = checkpoints.read(args.source)
+        checkpoint = checkpoints.load(args.source)
+        state, settings = checkpoints.state_of(checkpoint, args.source), checkpoints.backbone_settings(checkpoint)
         if args.to.endswith('.py'):
-            model = from_config(args.to)
+            cfg = from_config(args.to)
         else:
-            model = from_arch(args.to, state, args.format, args.warm_start is not None)
-        converted, report = checkpoints.convert(state, model, args.format, args.warm_start, args.resize)
+            cfg = from_arch(args.to, state, args.format, args.warm_start is not None)
+        model = MODELS.build(cfg.model)
+        converted, report = checkpoints.convert(
+            state, model, args.format, args.warm_start, args.resize, settings=settings
+        )
     except (ValueError, FileNotFoundError) as error:
         raise SystemExit(f'{args.source} was not converted: {error}') from None
     print(report)
     if isinstance(model, Backbone):
         converted = {f'backbone.{key}': value for key, value in converted.items()}
     meta = dict(mmdtn_version=mmdtn.__version__, converted_from=Path(args.source).name, format=report.format)
+    meta['cfg'] = cfg.pretty_text  # with which the weights mean what they meant
     checkpoints.write(args.out, dict(state_dict=converted, meta=meta))
-    print(f'written: {args.out}')
+    said = {key: value for key, value in cfg.model.get('backbone', cfg.model).items() if value is not None}
+    print(f'written: {args.out}, for backbone={said}')
 
 
 if __name__ == '__main__':

@@ -1,0 +1,70 @@
+"""With which settings the model of a file computes, where its tensors do not tell."""
+
+import ast
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from mmengine.registry import MODELS
+from torch import nn
+
+from ..norms import DTN
+
+
+def backbone_settings(checkpoint: Any) -> dict[str, Any] | None:
+    """Of the config in a checkpoint's meta, as MM's training runs leave it there; None where there is none.
+
+    The text is read as data: a config that has to be run to be understood is none.
+    """
+    meta = checkpoint.get('meta') if isinstance(checkpoint, dict) else None
+    text = meta.get('cfg') if isinstance(meta, dict) else None
+    if not isinstance(text, str):
+        return None
+    try:
+        values = {a.targets[0].id: a.value for a in ast.parse(text).body if isinstance(a, ast.Assign)}  # type: ignore[attr-defined]
+        model = ast.literal_eval(_AsLiterals().visit(values['model']))
+    except (SyntaxError, ValueError, KeyError, AttributeError):
+        return None
+    settings = model.get('backbone', model) if isinstance(model, dict) else None
+    return settings if isinstance(settings, dict) else None
+
+
+class _AsLiterals(ast.NodeTransformer):
+    """dict(a=1) as {'a': 1}."""
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:  # ast finds it by this name
+        self.generic_visit(node)
+        if not isinstance(node.func, ast.Name) or node.func.id != 'dict' or node.args:
+            raise ValueError('no plain data')
+        keys: list[ast.expr | None] = [ast.Constant(keyword.arg) for keyword in node.keywords]
+        return ast.Dict(keys, [keyword.value for keyword in node.keywords])
+
+
+def check_origin(settings: Mapping[str, Any], backbone: nn.Module) -> None:
+    """That ``backbone`` computes with the tensors of a file what the backbone of ``settings``, its own, did."""
+    said = dict(settings)
+    kind = said.pop('type', None)
+    if MODELS.get(kind if isinstance(kind, str) else '') is not type(backbone):
+        return  # of another package, whose format tells
+    with torch.device('meta'):  # without memory
+        origin = type(backbone)(**said | dict(init_cfg=None))
+    differences = []
+    before, after = (getattr(model, 'cls_from', None) for model in (origin, backbone))
+    if None not in (before, after) and before != after:
+        differences.append(f'cls_from={before}, not {after}')
+    theirs = dict(origin.named_modules())
+    for name, module in backbone.named_modules():
+        other = theirs.get(name)
+        before, after = (getattr(m, 'num_heads', None) for m in (other, module))
+        if name.endswith('attn') and None not in (before, after) and before != after:
+            differences.append(f'{name} has {before} heads, not {after}')
+        if isinstance(module, DTN) and isinstance(other, DTN):
+            before, after = (m.settings._replace(eps=0) for m in (other, module))
+            if before != after:
+                differences.append(f'{name} is DTN({other.extra_repr()}), not DTN({module.extra_repr()})')
+    if differences:
+        raise ValueError(
+            f'with the same weights the target would compute something else. In the config of the file '
+            f'{"; ".join(differences[:3])}{f"; and {len(differences) - 3} more" if differences[3:] else ""}. Its '
+            f'settings are {dict(settings)}.'
+        )

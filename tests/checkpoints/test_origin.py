@@ -1,0 +1,83 @@
+"""A file of this package goes only into a model that computes with its tensors what its own did."""
+
+import sys
+
+import pytest
+import torch
+from mmengine.config import Config
+
+from mmdtn.backbones import PVTDTN, SwinDTN, ViTDTN
+from mmdtn.checkpoints import backbone_settings, load
+from tools.model_converters import convert
+
+from . import published
+
+WARM = dict(type='DTN', prenorm=False, eps=1e-6)
+
+
+@pytest.fixture
+def converted(tmp_path, monkeypatch):
+    """A published file with LayerNorm, converted by the tool."""
+
+    def run(file, name):
+        torch.save(file, tmp_path / 'published.pth')
+        out = tmp_path / 'converted.pth'
+        arguments = ['convert.py', str(tmp_path / 'published.pth'), '--to', name, '--warm-start', '--out', str(out)]
+        monkeypatch.setattr(sys, 'argv', arguments)
+        convert.main()
+        return str(out)
+
+    return run
+
+
+def start(backbone, checkpoint, **options):
+    model = backbone(init_cfg=dict(type='Pretrained', checkpoint=checkpoint, prefix='backbone.'), **options)
+    model.init_weights()
+
+
+def test_heads_and_prenorm_of_pvt(converted, capsys):
+    file = converted(published.pvt().file, 'tiny')
+    said = "for backbone={'type': 'PVTDTN', 'arch': {'base': 'tiny', 'num_heads': (1, 2, 5, 8)"
+    assert said in capsys.readouterr().out
+    heads = dict(base='tiny', num_heads=(1, 2, 5, 8), norm_heads=(4, 4, 5, 8))
+    start(PVTDTN, file, arch=heads, norm_cfg=WARM)
+    with pytest.raises(ValueError, match=r'stages\.0\.blocks\.0\.attn has 1 heads, not 4; .* and \d+ more'):
+        start(PVTDTN, file, arch='tiny', norm_cfg=WARM)
+    with pytest.raises(ValueError, match=r'prenorm=False.*, not DTN\((?!.*prenorm=False)'):
+        start(PVTDTN, file, arch=heads, norm_cfg=dict(type='DTN'))
+
+
+def test_the_class_token_of_vit(converted):
+    file = converted(published.timm_vit().file, 't')
+    start(ViTDTN, file, arch='t', norm_cfg=WARM, cls_from=0)
+    with pytest.raises(ValueError, match='the file cls_from=0, not 10'):
+        start(ViTDTN, file, arch='t', norm_cfg=WARM)
+
+
+def test_a_training_checkpoint(tmp_path):
+    """As mmengine saves it, with the text of its whole config."""
+    backbone = dict(type='SwinDTN', arch='tiny', norm_cfg=dict(type='DTN', pool_second_moment=False))
+    cfg = Config(dict(model=dict(type='ImageClassifier', backbone=backbone), other=[1, (2,)], default_scope=None))
+    weights = {f'backbone.{key}': value for key, value in SwinDTN('tiny', norm_cfg=WARM).state_dict().items()}
+    torch.save(dict(meta=dict(cfg=cfg.pretty_text), state_dict=weights), tmp_path / 'epoch_1.pth')
+    start(SwinDTN, str(tmp_path / 'epoch_1.pth'), arch='tiny', norm_cfg=backbone['norm_cfg'])
+    with pytest.raises(ValueError, match=r'pool_second_moment=False.*, not DTN'):
+        start(SwinDTN, str(tmp_path / 'epoch_1.pth'), arch='tiny', norm_cfg=dict(type='DTN'))
+    # From LayerNorm to DTN is another thing.
+    backbone['norm_cfg'] = plain = dict(type='LN')
+    cfg = Config(dict(model=dict(type='ImageClassifier', backbone=backbone)))
+    weights = {f'backbone.{key}': value for key, value in SwinDTN('tiny', norm_cfg=plain).state_dict().items()}
+    torch.save(dict(meta=dict(cfg=cfg.pretty_text), state_dict=weights), tmp_path / 'epoch_1.pth')
+    model = SwinDTN(
+        'tiny',
+        norm_cfg=WARM,
+        init_cfg=dict(type='Pretrained', checkpoint=str(tmp_path / 'epoch_1.pth'), warm_start=1.0),
+    )
+    model.init_weights()
+
+
+@pytest.mark.parametrize('text', ["model = dict(type=print('run'))", 'model = [', 'a.b = 1', "model = 'no'", ''])
+def test_a_config_is_read_as_data_or_not_at_all(tmp_path, text, capsys):
+    torch.save(dict(meta=dict(cfg=text), state_dict=dict(a=torch.ones(1))), tmp_path / 'a.pth')
+    assert backbone_settings(load(str(tmp_path / 'a.pth'))) is None
+    assert 'run' not in capsys.readouterr().out
