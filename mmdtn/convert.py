@@ -189,20 +189,25 @@ class ImageSize:
                 f'A norm has {layout.prefix} + {_by(grid)} tokens for an image of {_by(now)} by what the model '
                 f'showed when it was converted, but got {tokens}. Convert it with the example_size={now}.'
             )
-        self.computing_again = True
-        grids = {grid for size in self.pending if layout.prefix + math.prod(grid := layout.grid(size)) == tokens}
-        if len(grids) == 1:
-            return grids.pop()
-        if not grids:
+        if not _in_backward_pass():
             raise ValueError(
                 f'A norm got {tokens} tokens outside a call of the model, which tells it the size of the image. Call '
                 'model(images) and not a method of it, as forward_features; or convert the module that is called.'
             )
+        self.computing_again = True
+        grids = {grid for size in self.pending if layout.prefix + math.prod(grid := layout.grid(size)) == tokens}
+        if len(grids) == 1:
+            return grids.pop()
+        several = ' or '.join(sorted(map(_by, grids))) or 'in no image that was passed'
         raise ValueError(
-            f'A norm computes again for the backward pass with {tokens} tokens, which may lie as '
-            f'{" or ".join(sorted(map(_by, grids)))}: images of such sizes were passed before one backward pass. Call '
-            'backward() after each, or leave out activation checkpointing.'
+            f'A norm computes again for the backward pass with {tokens} tokens, which may lie as {several}: images of '
+            'such sizes were passed before one backward pass. Call backward() after each, or leave out activation '
+            'checkpointing.'
         )
+
+
+def _in_backward_pass() -> bool:
+    return torch._C._current_graph_task_id() != -1  # as torch.utils.checkpoint asks it; there is no public way
 
 
 def _thread() -> int:

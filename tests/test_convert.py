@@ -372,6 +372,9 @@ def test_methods_other_than_the_call_and_sizes_of_a_model_that_changed():
     convert_norms(model, size)
     with pytest.raises(ValueError, match=r'65 tokens outside a call of the model.*forward_features'):
         model.forward_features(images(size))
+    model(images(size)).sum()  # which leaves a graph, but no backward pass is under way
+    with pytest.raises(ValueError, match=r'65 tokens outside a call of the model.*forward_features'):
+        model.forward_features(images(size))
     model.patch_embed.proj.stride = 4
     with pytest.raises(ValueError, match=r'has 1 \+ 8 x 8 tokens for an image of 64 x 64 .* but got 226'):
         model(images(size))

@@ -32,6 +32,11 @@ def coco_faults(path: str) -> list[str]:
         raise DataError(f'{path} lacks {", ".join(lacking)}: COCO files have images, annotations and categories.')
     if not content['images']:
         raise DataError(f'{path} has no images.')
+    if without := [a['id'] for a in content['annotations'] if 'area' not in a]:
+        raise DataError(
+            f'{path}: {len(without)} annotations have no "area", which MMDetection reads: the first has the id '
+            f'{without[0]}. Width times height of the box will do where there is no mask.'
+        )
     faults = []
     images = {image['id']: image for image in content['images']}
     categories = {category['id'] for category in content['categories']}
@@ -50,7 +55,7 @@ def coco_faults(path: str) -> list[str]:
             known = f'{min(categories)} to {max(categories)}' if categories else 'none'
             faults.append(f'{where} has category {annotation["category_id"]}; the file defines {known}')
         box = annotation.get('bbox')
-        if box is None or len(box) != 4:
+        if not isinstance(box, list) or len(box) != 4 or not all(isinstance(side, int | float) for side in box):
             faults.append(f'{where} has no box of four numbers, but {box}')
         elif not (box[2] > 0 and box[3] > 0):  # NaN too
             faults.append(f'{where} is {box[2]} x {box[3]} pixels')

@@ -85,8 +85,10 @@ def finding_boxes(graph: Graph, height: int, width: int) -> tuple[Graph, float]:
     scores = original(graph, pictures(graph, 1, height, width)[1])[1].sort(descending=True).values
     if len(scores) < 2:
         raise UserError('The model finds no boxes at all, so there is nothing to compare: no file was written.')
-    last = min(OBJECTS, len(scores) - 1)
-    settings.score_thr = float(scores[last - 1 : last + 1].mean())
+    # In the widest gap of the first scores: rounding may not move one across.
+    first = scores[: 2 * OBJECTS]
+    last = int((first[:-1] - first[1:]).argmax())
+    settings.score_thr = float(first[last : last + 2].mean())
     return type(graph)(graph.model, graph.reads_bgr).eval().requires_grad_(False), settings.score_thr
 
 

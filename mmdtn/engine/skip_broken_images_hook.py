@@ -14,6 +14,8 @@ from mmdtn.datasets.faults import DataError, decoding_fault, image_fault
 
 from .data import describe, has_local_file, is_local, listed, note
 
+IN_A_ROW = 100  # pictures that cannot be used; then no picture can
+
 
 @HOOKS.register_module()
 class SkipBrokenImagesHook(Hook):
@@ -49,6 +51,7 @@ class WithoutBrokenImages(Compose):
     def __init__(self, pipeline: Compose, log_dir: str, strict: bool) -> None:
         super().__init__(pipeline.transforms)
         self.log_dir, self.strict = log_dir, strict
+        self.in_a_row = 0
 
     def __call__(self, data: dict) -> Any:
         if not has_local_file(data):
@@ -58,6 +61,7 @@ class WithoutBrokenImages(Compose):
         fault = image_fault(path)
         if fault is None:
             try:
+                self.in_a_row = 0
                 return super().__call__(data)
             except Exception:  # anything can fail in a pipeline
                 fault = decoding_fault(path)
@@ -66,6 +70,9 @@ class WithoutBrokenImages(Compose):
         if self.strict:
             raise DataError(describe(image, fault))
         note(self.log_dir, describe(image, fault))
+        self.in_a_row += 1
+        if self.in_a_row == IN_A_ROW:
+            raise DataError(f'{IN_A_ROW} training images in a row cannot be used, the last is {describe(image, fault)}')
         return None
 
 

@@ -37,6 +37,10 @@ def test_a_good_file_has_no_faults(annotations):
         (dict(bbox=[4, 4, 9, -3]), 'annotation 2 of image 1 (000001.jpg) is 9 x -3 pixels'),
         (dict(bbox=[4, 4, float('nan'), 3]), 'annotation 2 of image 1 (000001.jpg) is nan x 3 pixels'),
         (dict(bbox=[]), 'annotation 2 of image 1 (000001.jpg) has no box of four numbers, but []'),
+        (
+            dict(bbox=['4', '4', '9', '3']),
+            "annotation 2 of image 1 (000001.jpg) has no box of four numbers, but ['4', '4', '9', '3']",
+        ),
         (dict(category_id=6), 'annotation 2 of image 1 (000001.jpg) has category 6; the file defines 1 to 5'),
         (dict(image_id=77), 'annotation 2 of image 77 (which is not in the file)'),
         (dict(id=1), 'annotation id 1 is used more than once'),
@@ -58,6 +62,10 @@ def test_faults_of_image_entries_are_named(annotations):
 
 def test_files_without_anything_to_use(annotations, tmp_path):
     content, write = annotations
+    area = content['annotations'][1].pop('area')
+    with pytest.raises(DataError, match=r'changed\.json: 1 annotations have no "area".* the first has the id 2'):
+        coco_faults(write())
+    content['annotations'][1]['area'] = area
     content['images'] = []
     with pytest.raises(DataError, match=r'changed\.json has no images'):
         coco_faults(write())

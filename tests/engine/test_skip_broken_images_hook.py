@@ -6,6 +6,7 @@ from mmengine.registry import DATASETS, DefaultScope
 from mmengine.runner import Runner
 
 from mmdtn.datasets import write_coco
+from mmdtn.datasets.faults import DataError
 from mmdtn.engine import SkipBrokenImagesHook
 from mmdtn.engine.skip_broken_images_hook import WithoutBrokenImages
 
@@ -61,6 +62,15 @@ def test_a_pipeline_that_is_switched_is_checked_too_and_so_is_part_of_a_data_set
         assert isinstance(dataset.pipeline, WithoutBrokenImages)
         assert [type(step).__name__ for step in dataset.pipeline.transforms] == ['LoadImageFromFile']
         dataset.pipeline = Compose(dataset.pipeline.transforms)
+
+
+def test_a_folder_without_any_of_the_pictures_ends_the_run(tmp_path, build):
+    dataset = build(dict(type='LoadImageFromFile'))
+    dataset.pipeline = WithoutBrokenImages(dataset.pipeline, str(tmp_path), strict=False)
+    for path in (tmp_path / 'coco' / 'train').iterdir():
+        path.unlink()
+    with pytest.raises(DataError, match=r'100 training images in a row.*train/00000\d\.jpg .*no such file'):
+        dataset[0]
 
 
 def test_images_that_come_from_elsewhere_are_not_looked_for(tmp_path, build):

@@ -14,20 +14,24 @@ from torch import nn
 
 from mmdtn.analysis import exit_flops, flops_by_module
 from mmdtn.dvt import DVT
+from mmdtn.errors import read_config, readable_errors
 from mmdtn.registry import class_of, package_of
 
 
 def build(config: str) -> nn.Module:
     """The classifier or cascade, or the detector's backbone, without pretrained weights."""
-    cfg = Config.fromfile(config)
+    cfg = read_config(config)
     import_modules_from_strings(**cfg.get('custom_imports', dict(imports=['mmdtn'])))
-    init_default_scope(cfg.default_scope)
-    kind = class_of(cfg.model, MODELS)
-    if package_of(kind) == 'mmpretrain' or issubclass(kind, DVT):
+    init_default_scope(cfg.get('default_scope', 'mmengine'))
+    if is_whole(cfg):
         cfg.model.pop('train_cfg', None)
         return MODELS.build(cfg.model).eval()
-    cfg.model.backbone.init_cfg = None
     return MODELS.build(cfg.model.backbone).eval()
+
+
+def is_whole(cfg: Config) -> bool:
+    kind = class_of(cfg.model, MODELS)
+    return package_of(kind) == 'mmpretrain' or issubclass(kind, DVT)
 
 
 def count(model: nn.Module, shape: tuple[int, int]) -> tuple[int, int]:
@@ -39,11 +43,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument('config')
     parser.add_argument('--shape', type=int, nargs=2, default=(224, 224), metavar=('H', 'W'))
+    parser.add_argument('--debug', action='store_true', help='show the traceback of every error')
     args = parser.parse_args()
-    height, width = args.shape
-    model = build(args.config)
+    with readable_errors(args.debug):
+        show(args.config, *args.shape)
+
+
+def show(config: str, height: int, width: int) -> None:
+    model = build(config)
     flops, parameters = count(model, (height, width))
-    print(f'{args.config}: {flops / 1e9:.3f} GFLOPs at {height} x {width}, {parameters / 1e6:.2f}M parameters')
+    what = config if is_whole(read_config(config)) else f'the backbone of {config}'
+    print(f'{what}: {flops / 1e9:.3f} GFLOPs at {height} x {width}, {parameters / 1e6:.2f}M parameters')
     if isinstance(model, DVT):
         costs = exit_flops(model, torch.zeros(1, 3, height, width))
         for number, (cost, own) in enumerate(zip(costs, model.exits, strict=True), 1):
