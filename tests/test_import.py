@@ -33,7 +33,7 @@ def test_it_needs_neither_detection_nor_plots_nor_unix():
 from mmengine.registry import DATA_SAMPLERS, HOOKS, LOOPS, MODELS, OPTIM_WRAPPERS
 for registry, names in (
     (MODELS, ('DTN', 'DTN2d', 'PVTDTN', 'SwinDTN', 'ViTDTN')),
-    (HOOKS, ('CheckWeightsHook', 'DTNMonitorHook', 'MissedValidationHook', 'PendingGradientsHook',
+    (HOOKS, ('CheckClassesHook', 'CheckWeightsHook', 'DTNMonitorHook', 'MissedValidationHook', 'PendingGradientsHook',
              'ProgressHook', 'SkipBrokenImagesHook',
              'StopOnNonFiniteHook', 'WholeCheckpointHook')),
     (LOOPS, ('ResumableEpochLoop', 'ResumableIterLoop')),

@@ -45,6 +45,7 @@ def configure(args: argparse.Namespace) -> Config:
         draw_predictions(cfg, args.show_dir)
     if args.tta:
         augment(cfg)
+    add_hook(cfg, type='CheckClassesHook')
     add_hook(cfg, type='CheckWeightsHook')
     add_hook(cfg, type='ProgressHook')
     add_hook(cfg, type='SkipBrokenImagesHook', strict=args.strict)

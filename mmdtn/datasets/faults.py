@@ -3,11 +3,12 @@
 import json
 import os
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 from PIL import Image
 
-from mmdtn.errors import UserError
+from mmdtn.errors import UserError, nearest
 
 ENDS = dict(JPEG=b'\xff\xd9', PNG=b'IEND\xae\x42\x60\x82')
 
@@ -16,11 +17,11 @@ class DataError(UserError):
     """Data that cannot be used; with ``--strict``, any that would be left out."""
 
 
-def coco_faults(path: str) -> list[str]:
+def coco_faults(path: str, classes: Sequence[str] = ()) -> list[str]:
     """What a COCO annotation file says that cannot be; an error where there is nothing in it to use.
 
-    A JSON file in another format has no faults, nor has one of COCO's that is not of boxes but of captions, panoptic
-    segments, or test images alone.
+    ``classes`` are those of the config. A JSON file in another format has no faults, nor has one of COCO's that is not
+    of boxes but of captions, panoptic segments, or test images alone.
     """
     try:
         content = json.loads(Path(path).read_bytes())
@@ -37,6 +38,7 @@ def coco_faults(path: str) -> list[str]:
             f'{path}: {len(without)} annotations have no "area", which MMDetection reads: the first has the id '
             f'{without[0]}. Width times height of the box will do where there is no mask.'
         )
+    _check_classes(path, [category['name'] for category in content['categories']], classes)
     faults = []
     images = {image['id']: image for image in content['images']}
     categories = {category['id'] for category in content['categories']}
@@ -60,6 +62,23 @@ def coco_faults(path: str) -> list[str]:
         elif not (box[2] > 0 and box[3] > 0):  # NaN too
             faults.append(f'{where} is {box[2]} x {box[3]} pixels')
     return faults
+
+
+def _check_classes(path: str, categories: list[str], classes: Sequence[str]) -> None:
+    """MMDetection numbers the categories that it knows in the order of the file, whatever the config says."""
+    names = ', '.join(categories[:9]) + (', ...' if categories[9:] else '')
+    for name in classes:
+        if name not in categories:
+            raise DataError(
+                f'{path} has no category {name!r}{nearest(name, categories)}: it has {names}. Give the data set '
+                'metainfo=dict(classes=...) with the names of the file; without, it has those of COCO.'
+            )
+    order = tuple(name for name in categories if name in classes)
+    if classes and order != tuple(classes):
+        raise DataError(
+            f'{path} has the categories in another order than the classes of the config, and MMDetection goes by the '
+            f'file: labels would get wrong names. Give the data set metainfo=dict(classes={order}).'
+        )
 
 
 def _annotates_boxes(content: dict) -> bool:

@@ -1,5 +1,6 @@
 from .adaptive_clip_hook import AdaptiveClipHook
 from .bfloat16_optim_wrapper import BFloat16OptimWrapper
+from .check_classes_hook import CheckClassesHook
 from .check_weights_hook import CheckWeightsHook
 from .dtn_monitor_hook import DTNMonitorHook
 from .missed_validation_hook import MissedValidationHook
@@ -15,6 +16,7 @@ from .whole_checkpoint_hook import WholeCheckpointHook
 __all__ = [
     'AdaptiveClipHook',
     'BFloat16OptimWrapper',
+    'CheckClassesHook',
     'CheckWeightsHook',
     'DTNMonitorHook',
     'MissedValidationHook',

@@ -11,6 +11,7 @@ from mmengine.registry import DATASETS
 from mmengine.runner import Runner
 
 from mmdtn.datasets.faults import DataError, coco_faults, image_fault
+from mmdtn.registry import class_of
 
 SHOWN = 20  # faults of a file that a message lists
 
@@ -22,21 +23,21 @@ def check_data(runner: Runner, names: tuple[str, ...], strict: bool = False) -> 
     lose their broken images here too: sampler and metric go by their length, so it may not change on the way. Training
     sets are large and drawn at random; their images are checked when they are drawn, by SkipBrokenImagesHook.
     """
-    checked: set[str] = set()
+    checked = set()
     for name in names:
         loader = getattr(runner, f'_{name}_dataloader')  # the settings; the public name would build it
         if not isinstance(loader, dict) or not isinstance(loader.get('dataset'), dict):
             continue
-        for path in _annotation_files(loader['dataset']):
-            if path not in checked:
-                checked.add(path)
-                _report_annotations(runner, path, strict)
+        for file in _annotation_files(loader['dataset']):
+            if file not in checked:
+                checked.add(file)
+                _report_annotations(runner, *file, strict)
         if name != 'train':
             loader['dataset'] = _without_broken_images(runner, DATASETS.build(loader['dataset']), strict)
 
 
-def _annotation_files(dataset: Any) -> Iterator[str]:
-    """Of a data set's config and of those that it wraps."""
+def _annotation_files(dataset: Any) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Of a data set's config and of those that it wraps, with the classes that it is to have."""
     if isinstance(dataset, list | tuple):
         for part in dataset:
             yield from _annotation_files(part)
@@ -45,16 +46,26 @@ def _annotation_files(dataset: Any) -> Iterator[str]:
         if isinstance(path, str) and path.endswith('.json') and not dataset.get('backend_args'):
             path = os.path.join(dataset.get('data_root') or '', path)
             if '://' not in path:
-                yield path
+                yield path, _classes(dataset)
         yield from _annotation_files(dataset.get('dataset'))
         yield from _annotation_files(dataset.get('datasets'))
 
 
-def _report_annotations(runner: Runner, path: str, strict: bool) -> None:
+def _classes(dataset: Any) -> tuple[str, ...]:
+    """That MMDetection looks for in a COCO file."""
+    kind = class_of(dataset, DATASETS)
+    coco = next((base for base in kind.__mro__ if base.__name__ == 'CocoDataset'), None)
+    if coco is None or kind.load_data_list is not coco.load_data_list:
+        return ()  # others, as LVIS, find their categories in other ways
+    classes = (dataset.get('metainfo') or {}).get('classes') or kind.METAINFO.get('classes') or ()
+    return () if isinstance(classes, str) else tuple(classes)  # a str is the path of a file
+
+
+def _report_annotations(runner: Runner, path: str, classes: tuple[str, ...], strict: bool) -> None:
     result: list[Any] = [None, None]  # an error that stops the run, and faults
     if is_main_process():  # one process reads it, all go by what it found
         try:
-            result[1] = coco_faults(path)
+            result[1] = coco_faults(path, classes)
         except (DataError, OSError) as error:
             result[0] = error
     stop, faults = broadcast(result)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from mmengine.config import Config
-from mmengine.dist import is_main_process
+from mmengine.dist import get_world_size, is_main_process
 from mmengine.hooks import Hook
 from mmengine.registry import HOOKS
 from mmengine.runner import EpochBasedTrainLoop, Runner
@@ -72,7 +72,10 @@ def _time_validation_step(runner: Runner) -> float:
     start = time.perf_counter()
     runner.val_loop.run_iter(0, next(iter(runner.val_dataloader)))
     _wait_for_gpu()
-    return time.perf_counter() - start
+    seconds = time.perf_counter() - start
+    for metric in runner.val_loop.evaluator.metrics:  # what cannot be measured would end the run after its first epoch
+        metric.evaluate(len(metric.results) * get_world_size())
+    return seconds
 
 
 def _validations(runner: Runner) -> int:

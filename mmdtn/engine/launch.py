@@ -84,6 +84,7 @@ def make_dependable(cfg: Config, strict: bool) -> None:
     add_hook(cfg, type='PendingGradientsHook')
     add_hook(cfg, type='StopOnNonFiniteHook')
     add_hook(cfg, type='ProgressHook')
+    add_hook(cfg, type='CheckClassesHook')
     add_hook(cfg, type='MissedValidationHook')
     add_hook(cfg, type='SkipBrokenImagesHook', strict=strict)
     _write_tensorboard_logs(cfg)

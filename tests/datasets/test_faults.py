@@ -60,6 +60,16 @@ def test_faults_of_image_entries_are_named(annotations):
     assert coco_faults(write()) == [f'image 3 (000003.jpg) is {width} x 0 pixels']
 
 
+def test_classes_of_the_config_are_those_of_the_file_in_its_order(annotations):
+    content, write = annotations
+    names = [category['name'] for category in content['categories']]
+    assert coco_faults(write(), names) == coco_faults(write(), [names[0], names[3]]) == []
+    with pytest.raises(DataError, match=r"changed\.json has no category 'rong'; nearest: ring.*: it has checked, cr"):
+        coco_faults(write(), ['rong'])
+    with pytest.raises(DataError, match=rf"another order .*classes=\('{names[0]}', '{names[3]}'\)\)"):
+        coco_faults(write(), [names[3], names[0]])
+
+
 def test_files_without_anything_to_use(annotations, tmp_path):
     content, write = annotations
     area = content['annotations'][1].pop('area')

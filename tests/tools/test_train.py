@@ -159,12 +159,12 @@ def test_a_type_is_recognised_however_it_is_named(name):
     assert cfg.train_cfg == dict(type='ResumableIterLoop', max_iters=5)
     hooks = [hook.type for hook in cfg.custom_hooks]
     assert hooks[:2] == [name(StopOnNonFiniteHook), name(EMAHook)]
-    added = ['MissedValidationHook', 'PendingGradientsHook', 'ProgressHook', 'SkipBrokenImagesHook']
+    added = ['CheckClassesHook', 'MissedValidationHook', 'PendingGradientsHook', 'ProgressHook', 'SkipBrokenImagesHook']
     assert sorted(hooks[2:]) == added
     assert len(cfg.visualizer.vis_backends) == 1
     cfg.train_cfg = dict(type=name(EpochBasedTrainLoop), max_epochs=5)
     make_dependable(cfg, strict=False)
-    assert cfg.train_cfg == dict(type='ResumableEpochLoop', max_epochs=5) and len(cfg.custom_hooks) == 6
+    assert cfg.train_cfg == dict(type='ResumableEpochLoop', max_epochs=5) and len(cfg.custom_hooks) == 7
 
 
 @pytest.mark.parametrize(('by_epoch', 'loop'), [(True, 'ResumableEpochLoop'), (False, 'ResumableIterLoop')])
@@ -276,6 +276,13 @@ def test_dry_run_reports_and_leaves_nothing(tmp_path, kind, request, capsys, mon
     assert hours * 3600 + minutes * 60 + seconds == pytest.approx(expected, abs=1.5)
     assert sorted(os.listdir(tmp_path)) == before
     assert report.count('Epoch(train)') == 2
+
+
+@pytest.mark.slow
+def test_a_dry_run_measures_too(tmp_path, classifier):
+    """With five classes there are no five best."""
+    with pytest.raises(ValueError, match=r'Top-\d+ accuracy is unavailable'):
+        main([str(classifier), '--dry-run', '--cfg-options', 'val_evaluator.topk=(1,6)'])
 
 
 @pytest.mark.parametrize('script', ['dist_train.sh', 'dist_test.sh', 'slurm_train.sh', 'slurm_test.sh'])
