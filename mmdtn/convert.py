@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
+from mmengine.logging import print_log
 from mmengine.registry import MODELS
 from torch import Tensor, nn
 
@@ -139,6 +140,7 @@ def converted_backbone(backbone: dict[str, Any], **options: Any) -> nn.Module:
     report = convert_norms(model, **options)
     if not report.converted:
         raise ValueError(f'ConvertedBackbone found no norm to convert. {report}')
+    print_log(str(report), 'current')
     return model
 
 

@@ -80,6 +80,8 @@ def survey(model: nn.Module, example: tuple[int, ...]) -> Survey:
 
     ``example`` is ``(height, width)`` of images with three channels, or ``(channels, height, width)``.
     """
+    if not isinstance(example, tuple | list) or len(example) not in (2, 3):
+        raise ValueError(f'example_size={example!r}: give (height, width), or (channels, height, width).')
     channels, size = (3, example) if len(example) == 2 else (example[0], example[1:])
     size = (size[0], size[1])
     names = {name: module for name, module in model.named_modules() if isinstance(module, nn.LayerNorm)}

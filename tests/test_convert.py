@@ -367,6 +367,11 @@ def test_other_sizes_of_a_model_that_takes_one():
     assert model(images((64, 64))).isfinite().all()
 
 
+def test_a_size_that_is_none():
+    with pytest.raises(ValueError, match=r'example_size=32: give \(height, width\)'):
+        convert_norms(vit(), 32)
+
+
 def test_methods_other_than_the_call_and_sizes_of_a_model_that_changed():
     model, size, _ = make('vit')
     convert_norms(model, size)

@@ -87,7 +87,10 @@ def run(args: argparse.Namespace) -> None:
 def main(arguments: list[str] | None = None) -> None:
     args = parse_args(arguments)
     with readable_errors(args.debug):
-        run(args)
+        try:
+            run(args)
+        except KeyboardInterrupt:
+            raise UserError('stopped; --resume goes on from the last checkpoint.') from None
     leave_together()
 
 

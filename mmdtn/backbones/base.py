@@ -11,11 +11,14 @@ from timm.layers import trunc_normal_
 from timm.models.levit import ConvNorm, LinearNorm
 from torch import Tensor, nn
 
+from mmdtn.errors import nearest
 from mmdtn.norms import BatchStatisticsNorm, TokenNorm, needs_grid, start_new_task
 from mmdtn.registry import class_of
 
 from .. import checkpoints
 from .fusing import FusesNorms, neighbours, replace, without_batch_norm
+
+OPTIONS = ('source', 'warm_start', 'resize', 'keep')  # of init_cfg, beside those of mmengine's PretrainedInit
 
 
 class Backbone(BaseModule):
@@ -98,14 +101,17 @@ class Backbone(BaseModule):
         settings = checkpoints.backbone_settings(checkpoint)
         found = {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
         if not found:
-            raise ValueError(
+            raise checkpoints.UnfitFile(
                 f'No key of {source} starts with {prefix!r}; its keys are like: {", ".join(list(state)[:3])}. '
                 'Leave prefix out of init_cfg to have it found.'
             )
+        if strange := options.keys() - set(OPTIONS):
+            name = strange.pop()
+            raise checkpoints.UnfitFile(f'init_cfg has no option {name!r}{nearest(name, OPTIONS)}')
         try:
             ours, report = checkpoints.convert(found, self, **options, settings=settings)
         except ValueError as error:
-            raise ValueError(f'{source} cannot fill {type(self).__name__}: {error}') from None
+            raise checkpoints.UnfitFile(f'{source} cannot fill {type(self).__name__}: {error}') from None
         self.load_state_dict(ours, strict=False)
         start_new_task(self)
         print_log(f'{type(self).__name__} from {source}: {report}', logger=MMLogger.get_current_instance())

@@ -1,7 +1,7 @@
 from .convert import Report, convert
 from .dtn import from_dtn_pvt, from_dtn_vit
 from .dvt import from_dvt, to_dvt
-from .files import load, read, state_of, write
+from .files import UnfitFile, load, read, state_of, write
 from .formats import CHOICES
 from .levit import from_levit, from_mmpretrain_levit, from_timm_levit
 from .origin import backbone_settings
@@ -13,6 +13,7 @@ from .vit import from_mmpretrain_vit, from_timm_vit
 __all__ = [
     'CHOICES',
     'Report',
+    'UnfitFile',
     'backbone_settings',
     'convert',
     'from_dtn_pvt',

@@ -22,6 +22,10 @@ class UnreadableFile(UserError, ValueError):
     """A checkpoint that is damaged, or something else."""
 
 
+class UnfitFile(UserError, ValueError):
+    """A checkpoint that a model cannot be started from."""
+
+
 class _Log:
     """Takes the place of mmengine's HistoryBuffer, which would look up functions by name; nobody reads it here."""
 

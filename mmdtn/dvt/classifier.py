@@ -208,7 +208,7 @@ class DVT(BaseModel):
         try:
             ours, report = checkpoints.convert(state, self, keep=keep, **options)
         except ValueError as error:
-            raise ValueError(f'{source} cannot fill DVT: {error}') from None
+            raise checkpoints.UnfitFile(f'{source} cannot fill DVT: {error}') from None
         self.load_state_dict(ours, strict=False)
         start_new_task(self)
         print_log(f'DVT from {source}: {report}', logger=MMLogger.get_current_instance())

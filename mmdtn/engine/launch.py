@@ -2,6 +2,7 @@
 
 import argparse
 import gc
+import inspect
 import os
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from mmengine.utils import is_installed
 from mmengine.visualization import TensorboardVisBackend
 from torch.distributed import destroy_process_group
 
-from mmdtn.errors import UserError, read_config
+from mmdtn.errors import UserError, nearest, read_config
 from mmdtn.registry import class_of
 
 from .distributed import run_on_cpu
@@ -38,6 +39,11 @@ def load_config(args: argparse.Namespace) -> Config:
     cfg = read_config(args.config)
     cfg.launcher = args.launcher
     if args.cfg_options:
+        known = {*cfg, *inspect.signature(Runner.__init__).parameters, 'runner_type', 'custom_imports', 'auto_scale_lr'}
+        for key in args.cfg_options:
+            name = key.partition('.')[0]
+            if name not in known and (close := nearest(name, known)):
+                raise UserError(f'--cfg-options {key}: {args.config} has no {name!r}{close}')
         cfg.merge_from_dict(args.cfg_options)
     if args.work_dir or not cfg.get('work_dir'):
         cfg.work_dir = args.work_dir or str(Path('work_dirs') / Path(args.config).stem)

@@ -41,6 +41,8 @@ class StartFromWeightsHook(Hook):
             more = f'; and {len(wrong) - NAMED} more' if len(wrong) > NAMED else ''
             raise UserError(
                 f'--weights {runner.cfg.load_from} does not fit {runner.cfg.filename}: {"; ".join(wrong[:NAMED])}{more}'
+                '. For a new head, of other classes, give the file as --cfg-options load_from=FILE instead: what does '
+                'not fit is left out then.'
             )
 
     def before_train(self, runner: Runner) -> None:

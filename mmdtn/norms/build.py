@@ -77,6 +77,10 @@ def _channels_first(cfg: dict[str, Any], norm: type[nn.Module]) -> ValueError:
 
 def norm_class(cfg: dict[str, Any]) -> type[nn.Module]:
     """The class that the ``type`` of a ``norm_cfg`` names."""
+    if not isinstance(cfg, dict) or 'type' not in cfg:
+        raise TypeError(
+            f"norm_cfg={cfg!r} is no dict with a type, as dict(type='DTN'); in --cfg-options, norm_cfg.type=DTN"
+        )
     kind = cfg['type']
     if isinstance(kind, str):
         found = nn.LayerNorm if kind.rpartition('.')[2] == 'LN' else SIBLINGS.get(kind) or MODELS.get(kind)

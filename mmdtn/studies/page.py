@@ -47,7 +47,7 @@ def write_results(study: Study, results: Path, page: Path | None = None) -> str:
 
 
 def _section(study: Study, found: Records) -> list[str]:
-    parts = [f'    python tools/study.py configs/studies/{study.name}.py']
+    parts = [f'    python tools/study.py {study.file}']
     for title, metric in study.metrics.items():
         parts.append(_table(*_training(study, found, title, metric)))
     parts.append(_seeds(study, found))
@@ -98,7 +98,7 @@ def _evaluated(study: Study, found: Records, evaluations: dict[str, Evaluation])
             single = {
                 key: _in_points({0: record.evaluations[name][metric]}, metric)[0]
                 for key, record in found.items()
-                if name not in record.missing(study)
+                if name not in record.missing(study) and record.evaluations[name][metric] is not None
             }
             columns[title if len(evaluations) == 1 else f'{name}: {title}'] = _by_variant(single)
     variants = [variant for variant in study.variants if any(variant in values for values in columns.values())]

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -26,6 +27,7 @@ class Study:
 
     Args:
         name: Of the study's file.
+        file: Where it is.
         title: A heading.
         config: What all runs train.
         variants: By name, the options in which a variant differs.
@@ -37,6 +39,7 @@ class Study:
     """
 
     name: str
+    file: str
     title: str
     config: str
     variants: dict[str, Options]
@@ -63,7 +66,7 @@ class Study:
     def read(cls, file: str | Path) -> 'Study':
         """From a Python file of ``name = value``, in MM's way of configs."""
         content = {k: v for k, v in Config.fromfile(file).to_dict().items() if not k.startswith('_')}
-        known = {f.name for f in fields(cls)} - {'name'}
+        known = {f.name for f in fields(cls)} - {'name', 'file'}
         for key in content.keys() - known:
             raise UserError(f'{file}: a study has no {key!r}{nearest(key, known)}')
         if missing := {'title', 'config', 'variants', 'metrics'} - content.keys():
@@ -75,6 +78,7 @@ class Study:
                 raise UserError(f'{file}: {name!r} names files: letters, digits, spaces and . + - _ only.')
         study = cls(
             name=Path(file).stem,
+            file=os.path.relpath(file),
             evaluations={name: Evaluation(**given) for name, given in evaluations.items()},
             **content,
         )
@@ -87,9 +91,11 @@ class Study:
                 raise UserError(
                     f'{file}: no evaluation is made by {evaluation.tool!r}{nearest(evaluation.tool, TOOLS)}'
                 )
-        for name in (study.baseline, *study.few):
+        for key, name in (('baseline', study.baseline), *(('few', name) for name in study.few)):
             if name not in study.variants:
-                raise UserError(f'{file}: there is no variant {name!r}{nearest(name, study.variants)}')
+                raise UserError(
+                    f'{file}: {key}={name!r}, where there is no variant {name!r}{nearest(name, study.variants)}'
+                )
         return study
 
 

@@ -15,6 +15,11 @@ from ..backbones.test_all import CASES
 BACKBONES = ['pvt', 'swin', 'vit', 't2t', 'levit']
 
 
+def test_a_norm_cfg_that_is_no_dict():
+    with pytest.raises(TypeError, match=r"norm_cfg=\"dict\(type='LN'\)\" is no dict .* norm_cfg\.type=DTN"):
+        build_norm("dict(type='LN')", 8)
+
+
 def test_no_backbone_is_left_out():
     assert {CASES[name].backbone.__name__ for name in BACKBONES} == {*mmdtn.backbones.__all__}
 

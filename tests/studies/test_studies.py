@@ -86,7 +86,7 @@ def test_the_fingerprint_is_of_all_that_the_config_says(study, tmp_path):
 @pytest.mark.parametrize(
     'more, message',
     [
-        ("baseline = 'RN'", "no variant 'RN'; nearest: LN"),
+        ("baseline = 'RN'", "baseline='RN', where there is no variant 'RN'; nearest: LN"),
         ('seed = 3', "no 'seed'; nearest: seeds"),
         ("variants = {'a/b': {}}", "'a/b' names files"),
         ("variants = {'LN': {'norm': {'type': 'LN'}}}", 'norm=.* is no option for a command line'),

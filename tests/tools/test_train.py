@@ -110,6 +110,20 @@ def test_the_exit_code_and_the_last_line(tmp_path, classifier):
     assert 'nearest: LinearClsHead' in done.stderr.strip().splitlines()[-1]
 
 
+def test_ctrl_c_says_how_to_go_on(tmp_path, classifier, monkeypatch):
+    def interrupted(*args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr('tools.train.check_data', interrupted)
+    with pytest.raises(SystemExit, match='error: stopped; --resume goes on'):
+        main([str(classifier), '--work-dir', str(tmp_path / 'work')])
+
+
+def test_an_option_that_the_config_does_not_know_is_told(classifier):
+    with pytest.raises(UserError, match=r"trian_cfg\.max_epochs: .* has no 'trian_cfg'; nearest: train_cfg"):
+        configure(parse_args([str(classifier), '--cfg-options', 'trian_cfg.max_epochs=3']))
+
+
 def test_flags(tmp_path, classifier, detector):
     cfg = configure(parse_args([str(classifier), '--amp', '--auto-scale-lr', '--work-dir', str(tmp_path / 'w')]))
     assert cfg.work_dir == str(tmp_path / 'w') and cfg.auto_scale_lr.enable
@@ -276,6 +290,17 @@ def test_dry_run_reports_and_leaves_nothing(tmp_path, kind, request, capsys, mon
     assert hours * 3600 + minutes * 60 + seconds == pytest.approx(expected, abs=1.5)
     assert sorted(os.listdir(tmp_path)) == before
     assert report.count('Epoch(train)') == 2
+
+
+def test_weights_that_do_not_fit_are_one_line(tmp_path, classifier):
+    torch.save(dict(a=torch.ones(1)), tmp_path / 'other.pth')
+    start = f"model['backbone']['init_cfg'] = dict(type='Pretrained', checkpoint='{tmp_path / 'other.pth'}'"
+    cases = {'': r'other\.pth cannot fill PVTDTN: Tried', ', warmstart=1': "no option 'warmstart'; nearest: warm_start"}
+    for more, message in cases.items():
+        config = tmp_path / 'start.py'
+        config.write_text(classifier.read_text() + f'\n{start}{more})\n')
+        with pytest.raises(SystemExit, match=rf'^error: (.*{message}[^\n]*)$'):
+            main([str(config), '--work-dir', str(tmp_path / 'work')])
 
 
 @pytest.mark.slow

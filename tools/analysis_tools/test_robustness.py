@@ -10,6 +10,7 @@ import argparse
 import json
 import re
 from collections.abc import Callable, Iterator
+from math import isnan
 from pathlib import Path
 from typing import Any
 
@@ -203,7 +204,8 @@ def run(args: argparse.Namespace) -> None:
 
 def write(args: argparse.Namespace, measured: dict[str, Cells], names: tuple[str, ...], severities: list[int]) -> None:
     summary = {label: summarize(args, cells, names, severities) for label, cells in measured.items()}
-    (args.out / 'summary.json').write_text(json.dumps(summary, indent=1) + '\n')
+    written = {label: {k: None if isnan(v) else v for k, v in numbers.items()} for label, numbers in summary.items()}
+    (args.out / 'summary.json').write_text(json.dumps(written, indent=1) + '\n')
     header, rows = table(measured, names, severities)
     write_csv(args.out / 'robustness.csv', header, rows)
     draw(args, measured, names, severities)
