@@ -296,5 +296,6 @@ def test_two_processes_find_what_one_finds(detector, tmp_path):
 def test_errors(classifier, tmp_path):
     with pytest.raises(SystemExit, match=r'no corruption .*nearest: snow'):
         run(classifier, tmp_path / 'out', '--corruptions', 'snowy')
+    (tmp_path / 'empty').mkdir()
     with pytest.raises(SystemExit, match='no pictures'):
-        corrupt.main([str(tmp_path), str(tmp_path / 'c'), '--yes'])
+        corrupt.main([str(tmp_path / 'empty'), str(tmp_path / 'c'), '--yes'])
