@@ -18,5 +18,5 @@ except ModuleNotFoundError as error:
     message = 'mmdtn needs cv2, which mmengine imports: pip install opencv-python-headless (or opencv-python, not both)'
     raise ModuleNotFoundError(message, name='cv2') from None
 
-__version__ = '0.3.0'
+__version__ = '0.3.1'
 __all__ = ['backbones', 'convert_norms', 'dvt', 'engine', 'evaluation', 'norms']

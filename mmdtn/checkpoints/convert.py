@@ -36,7 +36,9 @@ class Report:
     def __str__(self) -> str:
         lines = [f'{self.format}: {self.used} tensors from the file']
         lines += [f'  dropped {key}: {why}' for key, why in self.dropped.items()]
-        lines += [f'  {key}: {why}' for key, why in self.filled.items()]
+        for why in dict.fromkeys(self.filled.values()):
+            keys = [key for key in self.filled if self.filled[key] == why]
+            lines.append(f'  {why}: {keys[0]}' + (f' and {len(keys) - 1} more' if keys[1:] else ''))
         lines += [f'  {key}: not in the file, keeps its own start' for key in self.kept]
         return '\n'.join(lines)
 
