@@ -29,9 +29,12 @@ def dry_run(cfg: Config, strict: bool = False) -> None:
             runner.train()
         except _Done as done:
             runner.call_hook('after_run')
-            runner.visualizer.close()
             if is_main_process():
                 print(done)
+        finally:
+            runner.visualizer.close()
+            # mmengine would give it, with its folder, to the next run of this process that has one of the same name.
+            type(runner.visualizer)._instance_dict.pop(runner.visualizer.instance_name)
 
 
 class _Done(Exception):
