@@ -38,8 +38,9 @@ class CheckClassesHook(Hook):
 
 
 def classes_of(loader: Any) -> tuple[str, ...]:
-    """Of the data's metainfo; none where it does not say."""
-    return tuple((getattr(loader.dataset, 'metainfo', None) or {}).get('classes') or ())
+    """Of the data's metainfo, of panoptic data those that have boxes; none where it does not say."""
+    metainfo = getattr(loader.dataset, 'metainfo', None) or {}
+    return tuple(metainfo.get('thing_classes') or metainfo.get('classes') or ())
 
 
 def check_heads(runner: Runner, classes: tuple[str, ...], which: str) -> None:
@@ -51,8 +52,9 @@ def check_heads(runner: Runner, classes: tuple[str, ...], which: str) -> None:
 
 
 def heads(model: nn.Module) -> Iterator[tuple[str, int]]:
-    """Name and classes of those that tell classes apart."""
+    """Name and classes of those that tell classes apart, as RPNs and masks for all classes do not."""
     for name, module in model.named_modules():
         number = getattr(module, 'num_classes', None)
-        if HEAD.fullmatch(name) and isinstance(number, int) and not getattr(module, 'class_agnostic', False):
+        alike = getattr(module, 'class_agnostic', False) or 'RPN' in type(module).__name__
+        if HEAD.fullmatch(name) and isinstance(number, int) and not alike:
             yield name, number
