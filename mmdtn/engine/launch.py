@@ -22,7 +22,7 @@ from mmdtn.registry import class_of
 
 from .distributed import run_on_cpu
 from .memory import keep_freed_memory
-from .whole_checkpoint_hook import newest_whole_checkpoint
+from .whole_checkpoint_hook import newest_whole_checkpoint, write_whole_files
 
 
 def add_common_options(parser: argparse.ArgumentParser) -> None:
@@ -52,6 +52,7 @@ def load_config(args: argparse.Namespace) -> Config:
 
 
 def build_runner(cfg: Config) -> Runner:
+    write_whole_files()
     if not has_accelerator():
         keep_freed_memory()
         if cfg.launcher != 'none':

@@ -17,12 +17,18 @@ PARTIAL = '.partial'
 
 
 class WholeFileBackend(LocalBackend):
-    """mmengine's local files, written beside their place and moved there when they are complete."""
+    """mmengine's local files, written beside their place and moved there when they are complete.
+
+    So may several processes write one file, as mmengine's ``LoggerHook`` does with the results of a test.
+    """
+
+    def put_text(self, obj: str, filepath: str | Path, encoding: str = 'utf-8') -> None:
+        self.put(obj.encode(encoding), filepath)
 
     def put(self, obj: bytes, filepath: str | Path) -> None:
         path = Path(filepath)
         path.parent.mkdir(parents=True, exist_ok=True)
-        beside = path.with_name(path.name + PARTIAL)
+        beside = path.with_name(f'{path.name}.{os.getpid()}{PARTIAL}')
         try:
             with open(beside, 'wb') as file:
                 file.write(obj)
@@ -32,6 +38,14 @@ class WholeFileBackend(LocalBackend):
         except BaseException:
             beside.unlink(missing_ok=True)
             raise
+
+
+def write_whole_files() -> None:
+    """Registers a backend, which is mmengine's own way to change how files are written.
+
+    All its ways to save go through it: runners, the FSDP strategy, published models, results.
+    """
+    register_backend('local', WholeFileBackend, force=True, prefixes='')
 
 
 @HOOKS.register_module()
@@ -44,16 +58,14 @@ class WholeCheckpointHook(CheckpointHook):
     file_backend: Any
 
     def before_train(self, runner: Runner) -> None:
-        # The one place that all of mmengine's ways to save go through: its runners, its FSDP strategy, published
-        # models. Registering a backend is its own way to change how files are written.
-        register_backend('local', WholeFileBackend, force=True, prefixes='')
+        write_whole_files()
         super().before_train(runner)
         self._remove_partial_files()
 
     @master_only
     def _remove_partial_files(self) -> None:
         if '://' not in str(self.out_dir):
-            for leftover in Path(self.out_dir).glob(f'*.pth{PARTIAL}'):
+            for leftover in Path(self.out_dir).glob(f'*.pth.*{PARTIAL}'):
                 leftover.unlink()
 
     def after_train_iter(self, *args: Any, **kwargs: Any) -> None:

@@ -1,5 +1,8 @@
+import json
 import os
 import shutil
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -71,6 +74,23 @@ def test_a_failed_write_leaves_the_file_that_was_there(tmp_path, monkeypatch):
     assert path.read_bytes() == b'first' and os.listdir(tmp_path) == ['a.pth']
 
 
+def test_results_are_whole_whoever_writes_them(tmp_path):
+    """mmengine writes them in each process, with times of its own."""
+    script = """
+import sys, mmengine
+from mmdtn.engine.whole_checkpoint_hook import write_whole_files
+write_whole_files()
+for i in range(300):
+    mmengine.dump(dict(time='1' * int(sys.argv[1])), 'results.json')
+"""
+    command = [sys.executable, '-c', script]
+    both = [subprocess.Popen([*command, length], cwd=tmp_path) for length in ('10', '9000')]
+    while any(process.poll() is None for process in both):
+        if (tmp_path / 'results.json').exists():
+            json.loads((tmp_path / 'results.json').read_text())
+    assert [process.returncode for process in both] == [0, 0] and os.listdir(tmp_path) == ['results.json']
+
+
 @pytest.mark.parametrize('keep', [1, 2])
 def test_old_checkpoints_go_after_the_new_one_is_there(tmp_path, monkeypatch, keep):
     there = []
@@ -99,6 +119,6 @@ def test_the_best_checkpoint_stays_where_all_have_one_name(tmp_path):
 
 
 def test_leftovers_of_a_killed_run_are_removed(saved):
-    shutil.copy(saved / 'iter_2.pth', saved / f'iter_16.pth{PARTIAL}')
+    shutil.copy(saved / 'iter_2.pth', saved / f'iter_16.pth.77{PARTIAL}')
     train(saved)
     assert not list(saved.glob(f'*{PARTIAL}'))
