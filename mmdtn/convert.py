@@ -209,7 +209,9 @@ class ImageSize:
 
 
 def _in_backward_pass() -> bool:
-    return torch._C._current_graph_task_id() != -1  # as torch.utils.checkpoint asks it; there is no public way
+    # torch.utils.checkpoint asks it so; torch has no public way to tell a block that is computed again for the backward
+    # pass from a call of the user's.
+    return torch._C._current_graph_task_id() != -1
 
 
 def _thread() -> int:

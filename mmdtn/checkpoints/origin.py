@@ -21,9 +21,12 @@ def backbone_settings(checkpoint: Any) -> dict[str, Any] | None:
     if not isinstance(text, str):
         return None
     try:
-        values = {a.targets[0].id: a.value for a in ast.parse(text).body if isinstance(a, ast.Assign)}  # type: ignore[attr-defined]
-        model = ast.literal_eval(_AsLiterals().visit(values['model']))
-    except (SyntaxError, ValueError, KeyError, AttributeError):
+        model = next(
+            ast.literal_eval(_AsLiterals().visit(line.value))
+            for line in ast.parse(text).body
+            if isinstance(line, ast.Assign) and ast.unparse(line.targets[0]) == 'model'
+        )
+    except (SyntaxError, ValueError, StopIteration):
         return None
     settings = model.get('backbone', model) if isinstance(model, dict) else None
     return settings if isinstance(settings, dict) else None

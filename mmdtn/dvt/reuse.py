@@ -75,5 +75,6 @@ class RelationReuse(nn.Module):
     def added(self, hidden: Tensor, layer: int, source: Grid, target: Grid) -> Tensor:
         """``B x H x (N + 1) x (N + 1)`` for one layer, so that no more than this is ever held on the finer grid."""
         heads = slice(layer * self.num_heads, (layer + 1) * self.num_heads)
-        mixed = F.conv2d(hidden, self.conv2.weight[heads], self.conv2.bias[heads])  # type: ignore[index]  # it has a bias
+        assert self.conv2.bias is not None
+        mixed = F.conv2d(hidden, self.conv2.weight[heads], self.conv2.bias[heads])
         return resample_relations(mixed, source, target)
