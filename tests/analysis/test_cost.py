@@ -7,6 +7,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from mmdtn.analysis import SavedBytes, flops_by_module, norm_flops
 from mmdtn.norms import DTN
 from mmdtn.ops import reference
+from tools.analysis_tools import get_flops
 
 
 def test_counts_each_storage_once_and_no_parameter():
@@ -32,3 +33,15 @@ def test_flops_of_a_norm_are_those_that_torch_and_mmengine_count(pool_size):
     assert norm_flops(layer, 13, 20, 64) == flops_by_module(layer, x)['']
     plain = FlopAnalyzer(nn.LayerNorm(64), (x,)).tracer_warnings('none').total()
     assert norm_flops(nn.LayerNorm(64), 13, 20, 64) == plain
+
+
+def test_the_backbone_of_a_detector_may_be_a_converted_one(tmp_path):
+    config = tmp_path / 'converted.py'
+    config.write_text(
+        "default_scope = 'mmdet'\n"
+        "_pvt = dict(type='PyramidVisionTransformer', embed_dims=8, num_layers=[1] * 4, num_heads=[1, 2, 4, 8])\n"
+        "model = dict(type='RetinaNet', backbone=dict(type='ConvertedBackbone', backbone=_pvt))\n"
+    )
+    backbone = get_flops.build(str(config))
+    assert sum(isinstance(m, DTN) for m in backbone.modules()) == 8
+    assert get_flops.count(backbone, (64, 64))[0] > 0
