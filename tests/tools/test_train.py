@@ -15,7 +15,7 @@ from mmengine.runner import EpochBasedTrainLoop, IterBasedTrainLoop
 from mmengine.visualization import TensorboardVisBackend
 
 from mmdtn.datasets import write_classification, write_coco
-from mmdtn.engine import StopOnNonFiniteHook
+from mmdtn.engine.hooks import StopOnNonFiniteHook
 from mmdtn.engine.launch import make_dependable
 from mmdtn.errors import UserError
 from tests.training import REPO, run_tool, write_classifier, write_detector
