@@ -7,7 +7,7 @@ import torch
 from mmengine.config import Config
 from mmengine.registry import MODELS, init_default_scope
 
-from mmdtn.fuse import fuse
+from mmdtn.surgery.fusion import fuse
 
 from .pages import PAGES, REPO, commands, named
 
@@ -122,7 +122,6 @@ def test_troubleshooting_quotes_messages_that_exist():
         'DTN takes B x H x W x C',
         'The class token cannot join before block',
         'DTN runs in plain torch, several times slower, as its C++ could not be built (',
-        'DTN needs compiled= no more, and ignores it',
         'There is no checkpoint',
         'The target has DTN layers, of which the file has no',
         'A warm start needs norm_cfg=',

@@ -3,7 +3,6 @@
 import inspect
 import itertools
 import math
-import warnings
 from typing import Any
 
 import torch
@@ -39,14 +38,12 @@ class DTN(nn.Module):
         eps: Added to the variance (and to the mean square of ``prenorm``).
         affine: Learn ``weight`` and ``bias``.
         prenorm: Divide each head's slice of each token by its root mean square first, as the published models do.
-        mix_mean: False takes LayerNorm's mean and mixes only the variance.
-        mean_lambda: A number fixes lambda_mean; None learns it from 1/2.
+        mean_lambda: A number fixes lambda_mean; None learns it from 1/2. 1 takes LayerNorm's mean.
         var_lambda: The same for lambda_var.
         position: ``'learned'`` coefficients of P, a ``'uniform'`` P, or the ``'identity'``.
         position_init: Start of the learned coefficients: ``'local'`` (Eq. 7) or ``'trunc_normal'``.
         unbiased: Divide LayerNorm's variance by C - 1, as the published code does.
         pool_second_moment: False ignores the variance inside a cell, as the published code does.
-        compiled: Does nothing; configs saved in older checkpoints have it.
 
     Shapes:
         ``B x H x W x C``, or ``B x (p + H W) x C`` with ``hw_shape=(H, W)`` and ``num_prefix_tokens=p``; the output has
@@ -72,23 +69,19 @@ class DTN(nn.Module):
         eps: float = 1e-5,
         affine: bool = True,
         prenorm: bool = True,
-        mix_mean: bool = True,
         mean_lambda: float | None = None,
         var_lambda: float | None = None,
         position: str = 'learned',
         position_init: str = 'local',
         unbiased: bool = False,
         pool_second_moment: bool = True,
-        compiled: bool | None = None,
     ) -> None:
         super().__init__()
-        if compiled is not None:
-            warnings.warn('DTN needs compiled= no more, and ignores it: leave it out of norm_cfg.', stacklevel=2)
         self.num_features = num_features
         self.num_heads = num_heads
         self.pool_size = pool_size
         self.position_init = position_init
-        self.mean_lambda = mean_lambda if mix_mean else 1.0
+        self.mean_lambda = mean_lambda
         self.var_lambda = var_lambda
         self.options: dict[str, Any] = dict(
             num_heads=num_heads,
@@ -96,7 +89,6 @@ class DTN(nn.Module):
             eps=eps,
             affine=affine,
             prenorm=prenorm,
-            mix_mean=mix_mean,
             mean_lambda=mean_lambda,
             var_lambda=var_lambda,
             position=position,
@@ -236,7 +228,6 @@ def _check_arguments(
     num_features: int,
     num_heads: int,
     pool_size: int,
-    mix_mean: bool,
     mean_lambda: float | None,
     var_lambda: float | None,
     position: str,
@@ -257,10 +248,6 @@ def _check_arguments(
     for name, fixed in dict(mean_lambda=mean_lambda, var_lambda=var_lambda).items():
         if fixed is not None and not 0 <= fixed <= 1:
             raise ValueError(f'{name}={fixed!r}: a fixed lambda is a number from 0 to 1; None learns it.')
-    if not mix_mean and mean_lambda is not None:
-        raise ValueError(
-            f"mix_mean=False takes LayerNorm's mean (lambda 1), which mean_lambda={mean_lambda} contradicts."
-        )
     for name, value, choices in (('position', position, POSITIONS), ('position_init', position_init, POSITION_INITS)):
         if value not in choices:
             raise ValueError(f'{name}={value!r}: choose one of {choices}.')

@@ -8,11 +8,12 @@ The backbone is PVTDTN, SwinDTN or ViTDTN, bare, in a classifier or in a detecto
 import argparse
 from pathlib import Path
 
-from mmdtn.analysis import sections
+from mmdtn.analysis.look import choose_images
 from mmdtn.analysis.observe import observe
-from mmdtn.analysis.report import Report
-from mmdtn.analysis.subject import choose_images, load
 from mmdtn.errors import UserError, readable_errors
+from mmdtn.models import load
+from mmdtn.reports import sections
+from mmdtn.reports.report import Report
 
 
 def analyze(args: argparse.Namespace) -> Path:
@@ -44,7 +45,6 @@ def analyze(args: argparse.Namespace) -> Path:
     sections.draw_neighbourhoods(report, runs)
     sections.draw_components(report, runs)
     sections.draw_cost(report, runs)
-    sections.draw_benchmark(report, args.cost)
     return report.write()
 
 
@@ -57,7 +57,6 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument('--number', type=int, default=8, help='images, spread evenly over all (default: %(default)s)')
     parser.add_argument('--against', nargs=2, metavar=('CONFIG', 'CHECKPOINT'), help='a second model, side by side')
     parser.add_argument('--log', help='scalars.json of a training with DTNMonitorHook')
-    parser.add_argument('--cost', help='JSON of benchmark_norm.py or benchmark_backbone.py')
     parser.add_argument('--debug', action='store_true', help='show the traceback of every error')
     args = parser.parse_args(arguments)
     if args.number < 1:
