@@ -21,7 +21,7 @@ esac
 
 
 def report(capsys):
-    code = doctor.main()
+    code = doctor.main([])
     return code, capsys.readouterr().out
 
 

@@ -816,6 +816,11 @@ def backward(grad: Tensor, t: Tensors, kept: Tensor, s: Settings) -> Tensors:
     return gradients
 
 
+def compiled_kernels(t: Tensors, s: Settings, dtype: torch.dtype) -> dict[str, Any]:
+    """The kernels that a layer has launched so far, by name."""
+    return {name: kernel for (name, *_), kernel in _Call(t, s, dtype).plan.launch.compiled.items()}
+
+
 def _aligned(tensors: Any) -> Any:
     """Compiled kernels are reused for every call, so every tensor begins at a multiple of 16 bytes, as new ones do."""
     if all(tensor.data_ptr() % 16 == 0 for tensor in tensors):
