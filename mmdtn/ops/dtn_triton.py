@@ -460,7 +460,6 @@ def _columns_backward(memory, g, H, W, L):
                 of_rows = Pair(of_rows.u + before.u, of_rows.v + before.v)
                 _store_pair(column, own, mask & (begin + 16 < h), of_rows)
                 _store_pair(rows, at, mask & (begin + 16 >= h), of_rows)
-            tl.debug_barrier()
     part = b * tl.num_programs(1) + tl.program_id(1)
     at = part * L.C + chunk.channel
     tl.store(g.weight_parts + at, tl.sum(of_weight, 0)[None], mask=chunk.real)
