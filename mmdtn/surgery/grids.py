@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from mmdtn.errors import first_line
+from mmdtn.norms.base import TORCHS_BATCH_AND_INSTANCE_NORMS
 from mmdtn.norms.dtn import MANY_PREFIX_TOKENS
 
 Size = tuple[int, int]
@@ -168,7 +169,7 @@ class _Watch(TorchFunctionMode):
             name: type(module).__name__
             for name, module in modules.items()
             if 'norm' in type(module).__name__.lower() and name not in norms
-            if isinstance(module, nn.modules.batchnorm._NormBase) or not any(module.children())
+            if isinstance(module, TORCHS_BATCH_AND_INSTANCE_NORMS) or not any(module.children())
         }
         self.parents = {name: _parent(name, modules) for name in norms}
         self._inside: list[str] = []  # the modules that are being called, from the outermost on

@@ -55,6 +55,7 @@ def study(tmp_path, monkeypatch):
     (tmp_path / 'config.py').write_text("norm = 'LN'\nlr = 1\n")
     torch.save(dict(meta={}, state_dict={}, optimizer={}), tmp_path / 'checkpoint.pth')
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr('tools.study.ROOT', tmp_path)
 
     def call(more='', *arguments):
         Path('small.py').write_text(STUDY + more)
