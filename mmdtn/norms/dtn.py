@@ -10,7 +10,7 @@ from mmengine.registry import MODELS
 from timm.layers import trunc_normal_
 from torch import Tensor, nn
 
-from mmdtn.ops import Settings, Tensors, dtn
+from mmdtn.ops import Settings, Tensors, dtn, prepare
 
 POSITIONS = ('learned', 'uniform', 'identity')
 POSITION_INITS = ('local', 'trunc_normal')
@@ -123,8 +123,27 @@ class DTN(nn.Module):
         if self.position is not None:
             start_position(self.position, self.position_init)
 
-    def forward(self, x: Tensor, hw_shape: tuple[int, int] | None = None, num_prefix_tokens: int = 0) -> Tensor:
+    def _apply(self, *args: Any, **kwargs: Any) -> 'DTN':
+        # torch has no public hook for a move to another device; torch.nn.RNNBase overrides this method as well.
+        super()._apply(*args, **kwargs)
+        for parameter in self.parameters(recurse=False):
+            prepare(parameter.device)
+        return self
+
+    def forward(
+        self,
+        x: Tensor,
+        hw_shape: tuple[int, int] | None = None,
+        num_prefix_tokens: int = 0,
+        feeds_autocast: bool = False,
+    ) -> Tensor:
+        """``feeds_autocast``: every consumer of the output is a layer that autocast runs in half precision.
+
+        Autocast would cast the output to half precision in front of such a layer, as in front of ``nn.Linear``. The
+        norm then returns half precision at once: the values are the same, and a pass over memory is saved.
+        """
         _check_input(x, hw_shape, num_prefix_tokens, self.num_features)
+        dtype = _autocast_dtype(x) if feeds_autocast else None
         # Statistics cancel in half precision: parameters, and with them the statistics, are in float32 at least.
         like = x.new_empty(0, dtype=torch.promote_types(x.dtype, torch.float32))
         C, K = self.num_features, self.num_heads
@@ -136,12 +155,12 @@ class DTN(nn.Module):
             _lambda(self.var_mix, self.var_lambda, like, K),
             like.new_zeros(K, 3) if self.position is None else self.position.to(like),
         )
-        y = dtn(t, self.settings)
+        y = dtn(t, self.settings, dtype)
         if num_prefix_tokens == 0:
             return y.view(x.shape)
         one = like.new_ones(K)
         prefix = Tensors(x[:, None, :num_prefix_tokens], t.weight, t.bias, one, one, like.new_zeros(K, 3))
-        return torch.cat((dtn(prefix, self.prefix_settings)[:, 0], y.flatten(1, 2)), 1)
+        return torch.cat((dtn(prefix, self.prefix_settings, dtype)[:, 0], y.flatten(1, 2)), 1)
 
     def extra_repr(self) -> str:
         default = {p.name: p.default for p in inspect.signature(DTN).parameters.values()}
@@ -164,6 +183,14 @@ class DTN2d(DTN):
         if x.shape[1] != self.num_features:
             raise ValueError(f'DTN2d({self.num_features}) takes B x {self.num_features} x H x W, but got {_shape(x)}.')
         return super().forward(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+
+
+def _autocast_dtype(x: Tensor) -> torch.dtype | None:
+    """What autocast casts ``x`` to in front of a linear layer; None where it does not."""
+    device = x.device.type
+    if x.dtype == torch.float64 or not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
+        return None
+    return torch.get_autocast_dtype(device)
 
 
 def _lambda(mix: Tensor | None, fixed: float | None, like: Tensor, num_heads: int) -> Tensor:
