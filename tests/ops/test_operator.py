@@ -176,7 +176,7 @@ def test_without_a_compiler_the_reference_runs_and_one_line_says_so(tmp_path):
 
 @pytest.mark.slow
 def test_is_built_once_for_processes_that_start_together(tmp_path):
-    code = "import torch; from mmdtn.ops import dtn_cpu; assert dtn_cpu.works()"
+    code = 'import torch; from mmdtn.ops import dtn_cpu; assert dtn_cpu.works()'
     start = functools.partial(subprocess.Popen, [sys.executable, '-W', 'ignore', '-c', code])
     several = [start(env=os.environ | dict(TORCH_EXTENSIONS_DIR=str(tmp_path))) for _ in range(2)]
     assert [process.wait(300) for process in several] == [0, 0]
