@@ -24,6 +24,7 @@ from mmdtn.export.verify import compare
 from mmdtn.models import load
 from tests.export import small
 from tests.export.agreement import match
+from tests.training import REPO, run_command
 from tools.deployment.export import main as export
 
 OTHER_PACKAGES = ('torch', 'torchvision', 'mmengine', 'mmcv', 'mmdet', 'mmpretrain', 'mmdtn', 'cv2', 'timm', 'onnx')
@@ -331,6 +332,19 @@ def test_without_a_package(tmp_path, monkeypatch, missing):
     assert str(refused.value) == (
         f'error: An ONNX file needs {missing} to be written and verified: pip install mmdtn[export]'
     )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('form', ['pt2', 'onnx'])
+def test_only_onnx_files_need_its_packages(tmp_path, form):
+    """In a process that has imported nothing yet."""
+    config, checkpoint = small.write(tmp_path, small.LEVIT)
+    wanted = [config, checkpoint, '--out', str(tmp_path / f'model.{form}'), '--format', form, '--size', '64', '64']
+    script = REPO / 'tools' / 'deployment' / 'export.py'
+    command = ALONE.format(('onnxruntime', 'onnxscript'), [str(script), *wanted])
+    done = run_command(sys.executable, '-c', command, cwd=tmp_path, check=False)
+    assert (tmp_path / f'model.{form}').exists() == (form == 'pt2') == (done.returncode == 0), done.stderr
+    assert form == 'pt2' or done.stderr.endswith('pip install mmdtn[export]\n')
 
 
 def test_predict_without_onnxruntime(tmp_path):
