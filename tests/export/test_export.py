@@ -108,9 +108,7 @@ def test_a_file_that_differs_from_the_model_is_not_written(tmp_path):
     config, checkpoint = small.write(
         tmp_path, small.RETINANET.replace('num_classes=5,', "type='LyingHead', num_classes=5,")
     )
-    with pytest.raises(
-        SystemExit, match=r'original are [0-9.]+ pixels apart at 256 x 256 pixels, more than 0\.01: no file was written'
-    ):
+    with pytest.raises(SystemExit, match=r'[0-9.]+ pixels .*256 x 256 .*0\.01'):
         export([config, checkpoint, '--out', str(tmp_path / 'model.onnx'), '--size', '256', '256'])
     assert sorted(p.name for p in tmp_path.iterdir()) == ['config.py', 'weights.pth']
 
@@ -179,7 +177,7 @@ def test_pictures_of_every_kind(detector, tmp_path):
 def test_files_of_others_are_not_overwritten(tmp_path):
     config, checkpoint = small.write(tmp_path, small.RETINANET)
     (tmp_path / 'predict.py').write_text('print("mine")')
-    with pytest.raises(SystemExit, match=r'predict\.py is not the file that would be put there'):
+    with pytest.raises(SystemExit, match=r'predict\.py'):
         export([config, checkpoint, '--out', str(tmp_path / 'model.onnx')])
     assert (tmp_path / 'predict.py').read_text() == 'print("mine")'
     first_line = Path(predict_file.__file__).read_text().partition('\n')[0]
@@ -203,7 +201,7 @@ def test_a_damaged_checkpoint_and_a_pipeline_that_reads_otherwise(tmp_path):
 
 def test_images_of_other_channels_are_refused(tmp_path):
     config, checkpoint = small.write(tmp_path, small.LEVIT.replace('img_size=64,', 'img_size=64, in_channels=1,'))
-    with pytest.raises(SystemExit, match='takes images of 1 channels; exported files take RGB images'):
+    with pytest.raises(SystemExit, match=r'1 channels.*RGB'):
         export([config, checkpoint, '--out', str(tmp_path / 'model.onnx')])
 
 
@@ -267,7 +265,7 @@ def test_classifier(tmp_path):
 
 def test_one_size(tmp_path):
     config, checkpoint = small.write(tmp_path, small.LEVIT)
-    with pytest.raises(SystemExit, match=r'say which with --size H W\. This LeViTDTN takes images of 64 x 64'):
+    with pytest.raises(SystemExit, match=r'--size H W.*64 x 64'):
         export([config, checkpoint, '--out', str(tmp_path / 'model.onnx')])
 
 
