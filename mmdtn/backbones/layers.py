@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from mmdtn.norms import DTN, BatchStatisticsNorm, Place, build_norm
+from mmdtn.norms.base import TORCHS_BATCH_AND_INSTANCE_NORMS
 from mmdtn.norms.dtn import start_position
 
 from .folding import FusesNorms, Neighbour, border_in_front, fold_behind, fold_into, pad
@@ -51,7 +52,7 @@ def run_block(block: nn.Module, x: Tensor, *more: Any, again: bool) -> Tensor:
 @contextmanager
 def statistics_kept(block: nn.Module) -> Iterator[None]:
     """Batch norms do not count what they see meanwhile: else checkpointing would count each batch twice."""
-    kinds = (nn.modules.batchnorm._NormBase, BatchStatisticsNorm)
+    kinds = (TORCHS_BATCH_AND_INSTANCE_NORMS, BatchStatisticsNorm)
     norms = [m for m in block.modules() if m.training and isinstance(m, kinds)]
     kept = [(norm, name, value) for norm in norms for name, value in norm.named_buffers(recurse=False)]
     for norm, name, value in kept:

