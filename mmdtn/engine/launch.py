@@ -20,6 +20,7 @@ from torch.distributed import destroy_process_group
 from mmdtn.errors import UserError, nearest, read_config
 from mmdtn.registry import class_of
 
+from .checkpoint_loaders import register_loaders
 from .distributed import run_on_cpu
 from .memory import keep_freed_memory
 from .whole_checkpoint_hook import newest_whole_checkpoint, write_whole_files
@@ -53,6 +54,7 @@ def load_config(args: argparse.Namespace) -> Config:
 
 def build_runner(cfg: Config) -> Runner:
     write_whole_files()
+    register_loaders()
     if not has_accelerator():
         keep_freed_memory()
         if cfg.launcher != 'none':
