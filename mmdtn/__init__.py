@@ -7,7 +7,7 @@ try:
         from mmengine.config.utils import MODULE2PACKAGE
 
         from . import backbones, dvt, engine, evaluation, norms
-        from .convert import convert_norms
+        from .surgery import convert_norms
 
         # mmengine finds _base_ = 'package::config' in OpenMMLab's own packages alone, which it lists by name.
         MODULE2PACKAGE.setdefault('mmdtn', 'mmdtn')

@@ -15,6 +15,8 @@ from importlib import metadata
 from types import ModuleType
 from typing import NamedTuple
 
+from mmdtn.errors import first_line
+
 OPENMMLAB = dict(mmengine='onedl-mmengine', mmcv='onedl-mmcv', mmdet='onedl-mmdetection', mmpretrain='onedl-mmpretrain')
 # Import name and oldest version that will do. onedl's packages count on from OpenMMLab's: one bound holds for both.
 NEEDED = dict(
@@ -75,11 +77,7 @@ def _import(name: str) -> tuple[ModuleType | None, str]:
     try:
         return importlib.import_module(name), ''
     except Exception as error:  # a broken build raises anything
-        return None, f'cannot be imported: {_first_line(error)}'
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().partition('\n')[0] or type(error).__name__
+        return None, f'cannot be imported: {first_line(error)}'
 
 
 def _is_absent(name: str) -> bool:
@@ -128,7 +126,7 @@ def _torch_and_mmcv() -> Finding:
     try:
         _, kept = ops.nms(boxes, torch.tensor([0.5, 0.9, 0.7], device=device), 0.5)
     except Exception as error:  # what a wrong binary raises
-        return Finding('torch + mmcv', f'mmcv.ops.nms fails: {_first_line(error)}', again)
+        return Finding('torch + mmcv', f'mmcv.ops.nms fails: {first_line(error)}', again)
     right = kept.tolist() == [1, 2]
     return Finding('torch + mmcv', f'mmcv.ops.nms on {device} gives {kept.tolist()}', '' if right else again)
 
@@ -173,7 +171,7 @@ def _kernels_for_cpus() -> Finding:
         library = dtn_cpu.build()
         ctypes.CDLL(str(library))
     except Exception as error:  # compiler, ninja, setuptools and file system have no error in common
-        found = f'none, DTN runs in plain torch on CPUs: {_first_line(error)}'
+        found = f'none, DTN runs in plain torch on CPUs: {first_line(error)}'
         if torch.cuda.is_available() or platform.system() == 'Windows':
             return Finding('DTN in C++', found)
         see = 'python -c "from mmdtn.ops import dtn_cpu; dtn_cpu.build()" shows all that the compiler says'

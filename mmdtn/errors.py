@@ -8,10 +8,9 @@ import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from traceback import extract_tb, walk_tb
+from traceback import walk_tb
 from types import CodeType
 
-from mmengine.config import Config
 from mmengine.registry import build_from_cfg
 
 from .registry import registered
@@ -24,27 +23,6 @@ UNKNOWN_NAME = re.compile(
 
 class UserError(Exception):
     """A message that says all there is to say; the command lines print it without a traceback."""
-
-
-def read_config(path: str | Path) -> Config:
-    """``Config.fromfile``, whose errors name the file and the line where they can."""
-    try:
-        return Config.fromfile(path)
-    except (OSError, ModuleNotFoundError):  # which name a file or a module themselves
-        raise
-    except SyntaxError as error:  # in this file or in one that it inherits from, which the line's text tells
-        raise UserError(f'{path}: line {error.lineno}, {(error.text or "").strip()!r}: {error.msg}') from error
-    except Exception as error:
-        raise UserError(f'{_place(error) or path}: {_first_line(error)}') from error
-
-
-def _place(error: Exception) -> str | None:
-    """The file and the line of a config at which an error arose, be it one that another inherits from.
-
-    A config runs as a module. Only onedl's mmengine compiles it with its name, OpenMMLab's without any.
-    """
-    run = (frame for frame in reversed(extract_tb(error.__traceback__)) if frame.name == '<module>')
-    return next((f'{frame.filename}, line {frame.lineno}' for frame in run if os.path.exists(frame.filename)), None)
 
 
 @contextmanager
@@ -69,9 +47,9 @@ def explain(error: BaseException) -> str | None:
     if isinstance(error, OSError) and error.filename is not None:
         return _explain_path(error)
     if isinstance(error, FileNotFoundError):
-        return _first_line(error)
+        return first_line(error)
     codes = [frame.f_code for frame, _ in walk_tb(error.__traceback__)]
-    if unknown := UNKNOWN_NAME.match(_first_line(error)):
+    if unknown := UNKNOWN_NAME.match(first_line(error)):
         name = unknown[unknown.lastindex or 0]
         known = (other for other, _ in registered())
         return f'type={name!r} is not registered: is it misspelt, or not in custom_imports?{nearest(name, known)}'
@@ -87,7 +65,8 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return f'; nearest: {", ".join(by_lower[other] for other in close)}' if close else ''
 
 
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message, or the name of its class where it has no message."""
     text = error.args[0] if isinstance(error, KeyError) and error.args else error  # str(KeyError) is in quotes
     return next(iter(str(text).strip().splitlines()), type(error).__name__)
 
@@ -100,7 +79,7 @@ def _with_nearest(message: str) -> str:
 
 def _explain_build(error: BaseException, codes: list[CodeType]) -> str:
     """An error of a constructor, with the name of its class."""
-    message = _first_line(error)
+    message = first_line(error)
     classes = {kind for _, kind in registered() if inspect.isclass(kind)}
     if found := re.search(r"(\w+)(?:\.__init__)?\(\) got an unexpected keyword argument '(\w+)'", message):
         name, argument = found.groups()

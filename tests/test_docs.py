@@ -7,7 +7,7 @@ import torch
 from mmengine.config import Config
 from mmengine.registry import MODELS, init_default_scope
 
-from mmdtn.fuse import fuse
+from mmdtn.surgery.fusion import fuse
 
 from .pages import PAGES, REPO, commands, named
 

@@ -19,13 +19,14 @@ from torch.utils.data import DataLoader
 
 from mmdtn import checkpoints
 from mmdtn.analysis import exit_flops
-from mmdtn.analysis.exits import budget_curves, exit_shares
 from mmdtn.checkpoints import to_dvt
 from mmdtn.dvt import DVT, budget
 from mmdtn.dvt.evaluate import Answers, answers, build_loader, load_cascade, race
-from mmdtn.dvt.results import Curve, published_file
+from mmdtn.dvt.results import BudgetCurve, published_file
 from mmdtn.engine.launch import check_exists
-from mmdtn.errors import UserError, read_config, readable_errors
+from mmdtn.errors import UserError, readable_errors
+from mmdtn.models import read_config
+from mmdtn.reports.exits import budget_curves, exit_shares
 
 
 def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -58,9 +59,9 @@ def cost(model: DVT, checkpoint: dict[str, Any], loader: DataLoader) -> list[flo
     return [flops / 1e9 for flops in exit_flops(model, image)]
 
 
-def curve_of(found: Answers, gflops: list[float], thresholds: torch.Tensor) -> Curve:
+def curve_of(found: Answers, gflops: list[float], thresholds: torch.Tensor) -> BudgetCurve:
     outcome = budget.outcome(*found, thresholds, torch.tensor(gflops))
-    return Curve.of(gflops, (100 * found.hit.double().mean(1)).tolist(), thresholds, outcome)
+    return BudgetCurve.of(gflops, (100 * found.hit.double().mean(1)).tolist(), thresholds, outcome)
 
 
 def measure(args: argparse.Namespace, cfg: Config, model: DVT, file: dict[str, Any]) -> tuple[dict, DataLoader]:
@@ -68,7 +69,7 @@ def measure(args: argparse.Namespace, cfg: Config, model: DVT, file: dict[str, A
     loader = build_loader(cfg, 'val_dataloader')
     gflops = cost(model, file, loader)
     if args.mode == 1:
-        thresholds = dict(sweep=Curve.stored(file, args.checkpoint).thresholds)
+        thresholds = dict(sweep=BudgetCurve.stored(file, args.checkpoint).thresholds)
     else:
         set_random_seed(args.seed)
         calibration = answers(model, build_loader(cfg, 'calibration_dataloader', args.images, args.seed))
@@ -85,7 +86,7 @@ def measure(args: argparse.Namespace, cfg: Config, model: DVT, file: dict[str, A
     return {name: curve_of(validation, gflops, rows) for name, rows in thresholds.items()}, loader
 
 
-def leave_early(args: argparse.Namespace, model: DVT, loader: DataLoader, sweep: Curve) -> list[dict[str, Any]]:
+def leave_early(args: argparse.Namespace, model: DVT, loader: DataLoader, sweep: BudgetCurve) -> list[dict[str, Any]]:
     low, high = min(sweep.mean_gflops), max(sweep.mean_gflops)
     wanted = args.leave_early or [low + share * (high - low) for share in (0.15, 0.4, 0.7)]
     if too_low := [g for g in wanted if g < low]:
@@ -103,13 +104,13 @@ def leave_early(args: argparse.Namespace, model: DVT, loader: DataLoader, sweep:
     return out
 
 
-def show(curve: Curve) -> None:
+def show(curve: BudgetCurve) -> None:
     exits = zip(curve.gflops, curve.anytime, strict=True)
     print('all images leave at one exit: ' + ', '.join(f'{top1:.2f} at {gflops:.4g} GFLOPs' for gflops, top1 in exits))
     print(curve.table())
 
 
-def draw(curves: dict[str, Curve], out: Path) -> None:
+def draw(curves: dict[str, BudgetCurve], out: Path) -> None:
     sweep = curves['sweep']
     lines = {f'thresholds by {name}': (c.mean_gflops, c.accuracy) for name, c in curves.items()}
     budget_curves(lines, (sweep.gflops, sweep.anytime)).savefig(out / 'curve.png')
@@ -128,9 +129,7 @@ def run(args: argparse.Namespace) -> None:
         return
     if args.mode == 1:
         stored(file, args.checkpoint)  # before anything runs
-    cfg = read_config(args.config)
-    if args.cfg_options:
-        cfg.merge_from_dict(args.cfg_options)
+    cfg = read_config(args.config, args.cfg_options)
     model = load_cascade(cfg, args.checkpoint)
     if args.publish:
         check_publishable(model)  # before anything runs
@@ -160,9 +159,9 @@ def check_publishable(model: DVT) -> None:
         raise UserError(f'--publish: {error}') from None
 
 
-def stored(file: dict[str, Any], name: str) -> Curve:
+def stored(file: dict[str, Any], name: str) -> BudgetCurve:
     try:
-        return Curve.stored(file, name)
+        return BudgetCurve.stored(file, name)
     except ValueError as error:
         raise UserError(str(error)) from None
 

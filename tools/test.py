@@ -7,7 +7,7 @@ from typing import Any
 from mmengine.config import Config, ConfigDict
 from mmengine.registry import HOOKS, MODELS
 
-from mmdtn.engine.data import check_data
+from mmdtn.engine.data_checks import check_data
 from mmdtn.engine.launch import add_common_options, add_hook, build_runner, check_exists, leave_together, load_config
 from mmdtn.errors import UserError, readable_errors
 from mmdtn.registry import class_of, package_of

@@ -4,8 +4,8 @@ import argparse
 
 from mmengine.config import Config
 
-from mmdtn.engine.data import check_data
-from mmdtn.engine.dry_run_hook import dry_run
+from mmdtn.engine.data_checks import check_data
+from mmdtn.engine.dry_run import dry_run
 from mmdtn.engine.launch import (
     add_common_options,
     add_hook,

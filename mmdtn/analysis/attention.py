@@ -16,7 +16,7 @@ from .capture import BlockTokens
 QUERIES = 512  # whose attention is held at a time
 
 
-class Attention(NamedTuple):
+class AttentionWeights(NamedTuple):
     """Attention of one image in ``G`` groups (windows; 1 for all else), ``K`` heads, from ``n`` queries to ``m`` keys.
 
     Positions are ``(y, x)`` in tokens. What is not of the image itself, padding, is a key as any other, because the
@@ -53,7 +53,7 @@ def attention_distance(seen: BlockTokens, image: int = 0) -> AttentionDistance:
     return AttentionDistance(total / queries, uniform / queries)
 
 
-def attention(seen: BlockTokens, image: int = 0) -> Iterator[Attention]:
+def attention(seen: BlockTokens, image: int = 0) -> Iterator[AttentionWeights]:
     """Attention of a block, in chunks of queries: every query once."""
     module: nn.Module = seen.block.attn
     x = seen.after['norm1'][image : image + 1]
@@ -61,7 +61,7 @@ def attention(seen: BlockTokens, image: int = 0) -> Iterator[Attention]:
         module(x)
     if isinstance(module, WindowAttention):
         yield from _of_windows(module, record, seen.grid)
-    elif isinstance(module, (layers.Attention, levit.Attention, levit.ShrinkingAttention)):
+    elif isinstance(module, (layers.Attention, levit.LeViTAttention, levit.ShrinkingAttention)):
         yield from _of_whole_map(module, record, seen)
     else:
         raise TypeError(f'{seen.name}: the places of the keys of {type(module).__name__} are not known here.')
@@ -96,7 +96,7 @@ class _Record(TorchFunctionMode):
         return (scores if self.mask is None else scores + self.mask[..., start:stop, :]).softmax(-1)
 
 
-def _of_whole_map(module: nn.Module, record: _Record, seen: BlockTokens) -> Iterator[Attention]:
+def _of_whole_map(module: nn.Module, record: _Record, seen: BlockTokens) -> Iterator[AttentionWeights]:
     height, width = seen.grid
     queries = keys = places(height, width)
     first = 0
@@ -112,10 +112,10 @@ def _of_whole_map(module: nn.Module, record: _Record, seen: BlockTokens) -> Iter
         weights = record.rows(first + start, first + start + some.shape[1])[..., first:]
         allowed = torch.ones(1, some.shape[1], len(keys), dtype=torch.bool)
         inside = torch.ones(1, some.shape[1], dtype=torch.bool)
-        yield Attention(weights / weights.sum(-1, keepdim=True), some, keys[None], allowed, inside)
+        yield AttentionWeights(weights / weights.sum(-1, keepdim=True), some, keys[None], allowed, inside)
 
 
-def _of_windows(module: WindowAttention, record: _Record, grid: tuple[int, int]) -> Iterator[Attention]:
+def _of_windows(module: WindowAttention, record: _Record, grid: tuple[int, int]) -> Iterator[AttentionWeights]:
     height, width = grid
     side, tokens = module.side, module.side**2
     rows, columns = -(-height // side), -(-width // side)
@@ -126,7 +126,7 @@ def _of_windows(module: WindowAttention, record: _Record, grid: tuple[int, int])
     allowed = (wrapped[:, :, None] == wrapped[:, None]).all(-1)
     inside = (place[..., 0] < height) & (place[..., 1] < width)
     weights = record.rows(0, None).reshape(len(place), module.num_heads, tokens, tokens)
-    yield Attention(weights, place, place, allowed, inside)
+    yield AttentionWeights(weights, place, place, allowed, inside)
 
 
 def places(height: int, width: int) -> Tensor:

@@ -8,15 +8,15 @@ from pathlib import Path
 from mmdtn.errors import UserError
 
 Curve = dict[int, float]  # by step
-Run = dict[str, Curve]  # by metric
+Curves = dict[str, Curve]  # by metric
 
 
-def read_run(source: Path) -> Run:
+def read_run(source: Path) -> Curves:
     """Curves of one run; a work directory may hold several parts, of a run that was resumed."""
     files = sorted(source.glob('*/vis_data/scalars.json')) if source.is_dir() else [source]
     if not files:
         raise UserError(f'{source} holds no */vis_data/scalars.json: give the work directory of a run.')
-    run: Run = defaultdict(dict)
+    run: Curves = defaultdict(dict)
     for file in files:
         lines = file.read_text().splitlines()
         for number, line in enumerate(lines, 1):
@@ -45,7 +45,7 @@ def mean_and_spread(curves: list[Curve]) -> dict[int, tuple[float, float]]:
     return {s: (statistics.fmean(v), statistics.stdev(v) if len(v) > 1 else 0.0) for s, v in values.items()}
 
 
-def unit(metric: str, runs: list[Run]) -> str:
+def unit(metric: str, runs: list[Curves]) -> str:
     """Of the steps of a metric: evaluations of epochs are counted by epoch, so their steps are few."""
     steps = max((max(run[metric], default=0) for run in runs), default=0)
     epochs = max((max(run['epoch'].values(), default=0) for run in runs if 'epoch' in run), default=0)

@@ -6,11 +6,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from mmdtn.models import TrainedModel
 from mmdtn.norms import DTN
 
 from .attention import attention_distance
 from .capture import BlockTokens
-from .subject import Seen, Subject, look
+from .look import Seen, look
 from .tokens import means, seen_by, variation
 
 NORMS = ('norm1', 'norm2')
@@ -19,10 +20,10 @@ LOOKS = 4  # blocks whose maps are drawn
 
 
 @dataclass
-class Run:
+class Observation:
     """What one model did with all images."""
 
-    subject: Subject
+    trained: TrainedModel
     distances: dict[str, list] = field(default_factory=lambda: defaultdict(list))  # by block
     variations: dict[str, dict[str, list]] = field(default_factory=lambda: defaultdict(lambda: defaultdict(list)))
     first: Seen | None = None
@@ -30,7 +31,7 @@ class Run:
 
     @property
     def layers(self) -> dict[str, DTN]:
-        return {n: m for n, m in self.subject.model.named_modules() if isinstance(m, DTN)}
+        return {n: m for n, m in self.trained.model.named_modules() if isinstance(m, DTN)}
 
     def norms(self) -> dict[str, tuple[BlockTokens, nn.Module, Tensor, Tensor]]:
         """By name, as the first image passed them: the block, the norm, and the tokens before and after it."""
@@ -48,9 +49,9 @@ class Run:
         return [names[i] for i in sorted({0, len(names) // 2, len(names) - 1})]
 
 
-def observe(subject: Subject, images: list[dict]) -> Run:
-    run = Run(subject)
-    for i, seen in enumerate(look(subject, images)):
+def observe(trained: TrainedModel, images: list[dict]) -> Observation:
+    run = Observation(trained)
+    for i, seen in enumerate(look(trained, images)):
         for block in seen.blocks:
             run.distances[block.name].append(attention_distance(block))
             for name in NORMS:

@@ -11,12 +11,12 @@ from timm.layers import trunc_normal_
 from timm.models.levit import ConvNorm, LinearNorm
 from torch import Tensor, nn
 
+from mmdtn import checkpoints
 from mmdtn.errors import nearest
 from mmdtn.norms import BatchStatisticsNorm, TokenNorm, needs_grid, start_new_task
 from mmdtn.registry import class_of
 
-from .. import checkpoints
-from .fusing import FusesNorms, neighbours, replace, without_batch_norm
+from .folding import FusesNorms, neighbours, replace, without_batch_norm
 
 OPTIONS = ('source', 'warm_start', 'resize', 'keep')  # of init_cfg, beside those of mmengine's PretrainedInit
 
@@ -109,7 +109,7 @@ class Backbone(BaseModule):
             name = strange.pop()
             raise checkpoints.UnfitFile(f'init_cfg has no option {name!r}{nearest(name, OPTIONS)}')
         try:
-            ours, report = checkpoints.convert(found, self, **options, settings=settings)
+            ours, report = checkpoints.translate(found, self, **options, settings=settings)
         except ValueError as error:
             raise checkpoints.UnfitFile(f'{source} cannot fill {type(self).__name__}: {error}') from None
         self.load_state_dict(ours, strict=False)

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from mmdtn.norms import BatchStatisticsNorm, Place, build_norm
 from mmdtn.norms.dtn import start_position
 
-from .fusing import FusesNorms, Neighbour, border_in_front, fold_behind, fold_into, pad
+from .folding import FusesNorms, Neighbour, border_in_front, fold_behind, fold_into, pad
 
 
 def drop_path_rates(last: float, depth: int) -> list[float]:

@@ -12,7 +12,7 @@ from mmdtn.norms import Place, build_norm
 
 from . import layers
 from .base import Backbone, architecture
-from .fusing import fold_into, without_batch_norm
+from .folding import fold_into, without_batch_norm
 from .layers import run_block
 
 STAGES = 3
@@ -96,7 +96,7 @@ class LeViTDTN(Backbone):
                 blocks.append(ShrinkingBlock(before, width, shrinking, drop_path, norm_cfg, places[i - 1], place))
                 grid = shrinking.shrunk
             for _ in range(a['depths'][i]):
-                attention = Attention(width, a['key_width'], a['num_heads'][i], grid)
+                attention = LeViTAttention(width, a['key_width'], a['num_heads'][i], grid)
                 blocks.append(layers.Block(width, attention, Mlp(width), drop_path, norm_cfg, place))
             self.stages.append(Stage(blocks, with_cp))
         if with_cp:
@@ -177,7 +177,7 @@ class _LiveBiases:
         return self.attention_biases[:, self.attention_bias_idxs]
 
 
-class Attention(_LiveBiases, levit.Attention):
+class LeViTAttention(_LiveBiases, levit.Attention):
     """timm's, on a map."""
 
     qkv: Any  # with its batch norm or without

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from mmdtn.norms import DTN, Place, build_norm, needs_grid, norm_class
 
 from .base import Backbone, architecture, check_other_norms
-from .fusing import FusesNorms, Neighbour, fold_behind
+from .folding import FusesNorms, Neighbour, fold_behind
 from .layers import Attention, Block, ConvMlp, drop_path_rates, pad_to_multiple, run_block
 
 STAGES = 4

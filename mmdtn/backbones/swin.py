@@ -15,7 +15,7 @@ from mmdtn.norms import Place, build_norm
 from mmdtn.ops import is_exporting
 
 from .base import Backbone, architecture, check_other_norms
-from .fusing import FusesNorms, Neighbour, border_in_front, fold_behind, fold_into, pad
+from .folding import FusesNorms, Neighbour, border_in_front, fold_behind, fold_into, pad
 from .layers import Block, ConvMlp, drop_path_rates, run_block
 
 STAGES = 4

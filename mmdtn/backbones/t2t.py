@@ -11,10 +11,11 @@ from mmengine.registry import MODELS
 from timm.layers import resample_abs_pos_embed_nhwc
 from torch import Tensor, nn
 
+from mmdtn.checkpoints.t2t import sines
 from mmdtn.norms import Place, build_norm
 
 from .base import architecture, check_other_norms
-from .fusing import FusesNorms, Neighbour, fold_into
+from .folding import FusesNorms, Neighbour, fold_into
 from .vit import PlainBackbone
 
 Split = tuple[int, int, int]  # kernel, stride, padding
@@ -212,14 +213,6 @@ class TokenPerformer(TokenLayer):
     def random_features(self, x: Tensor) -> Tensor:
         exponent = x @ self.features.float().mT - x.square().sum(-1, keepdim=True) / 2
         return exponent.exp() / math.sqrt(RANDOM_FEATURES)
-
-
-def sines(positions: int, channels: int) -> Tensor:
-    """The table of "Attention Is All You Need", ``positions x channels``: sines in even channels, cosines in odd."""
-    pair = torch.arange(channels, dtype=torch.float64) // 2
-    angles = torch.arange(positions, dtype=torch.float64)[:, None] / 10000 ** (2 * pair / channels)
-    even = torch.arange(channels) % 2 == 0
-    return torch.where(even, angles.sin(), angles.cos()).float()
 
 
 def _t2t(width: int, depth: int, num_heads: int, performer: bool = False) -> dict[str, Any]:

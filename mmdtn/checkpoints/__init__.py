@@ -1,4 +1,3 @@
-from .convert import Report, convert
 from .dtn import from_dtn_pvt, from_dtn_vit
 from .dvt import from_dvt, to_dvt
 from .files import UnfitFile, load, read, state_of, write
@@ -8,14 +7,14 @@ from .origin import backbone_settings
 from .pvt import from_mmdet_pvt, from_pvt, from_timm_pvt_v2
 from .swin import from_microsoft_swin, from_mmdet_swin, from_mmpretrain_swin, from_timm_swin
 from .t2t import from_mmpretrain_t2t, from_t2t
+from .translation import TranslationReport, translate
 from .vit import from_mmpretrain_vit, from_timm_vit
 
 __all__ = [
     'CHOICES',
-    'Report',
+    'TranslationReport',
     'UnfitFile',
     'backbone_settings',
-    'convert',
     'from_dtn_pvt',
     'from_dtn_vit',
     'from_dvt',
@@ -37,5 +36,6 @@ __all__ = [
     'read',
     'state_of',
     'to_dvt',
+    'translate',
     'write',
 ]

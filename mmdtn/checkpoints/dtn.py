@@ -1,14 +1,18 @@
-"""State dicts of the DTN authors' published code, which trains PVT and ViT, as ours."""
+"""Formats of the DTN authors' published code, which trains PVT and ViT, and their translation."""
 
 import re
+from collections.abc import Callable
 
 import torch
-from torch import Tensor
+from torch import nn
 
+from mmdtn.norms import DTN
+
+from .format import Format, State
 from .pvt import from_pvt
 from .vit import from_timm_vit
 
-State = dict[str, Tensor]
+NORM_CFG = dict(type='DTN', unbiased=True, pool_second_moment=False)
 
 
 def from_dtn_pvt(state: State) -> State:
@@ -29,3 +33,41 @@ def _rename_layers(state: State) -> State:
         key = re.sub(r'\.(mean|var)_norm_weight$', r'.\1_mix', key)
         out[key.replace('.pos_proj.weight', '.position')] = value
     return out
+
+
+def _heads(attention: str, state: State) -> int:
+    """Those of the block's DTN; the last blocks of ViT have as many as the first, the last stage of PVT has 8."""
+    first = 'blocks.0.norm1.var_mix'
+    own = state.get(attention.removesuffix('attn') + 'norm1.var_mix')
+    own = state.get(first) if own is None else own
+    return 8 if own is None else own.shape[0]
+
+
+def _check_settings(backbone: nn.Module) -> str:
+    for layer in (m for m in backbone.modules() if isinstance(m, DTN)):
+        s = layer.settings
+        if not (s.prenorm and s.unbiased and (s.pool_second_moment is False or s.pool_size == 1)):
+            return f'need norm_cfg={NORM_CFG}, but the target has DTN({layer.extra_repr()}).'
+    return ''
+
+
+def _format(backbone: str, convert: Callable[[State], State], mark: str) -> Format:
+    return Format(
+        backbone,
+        (mark, r'.*\.var_norm_weight$'),
+        convert,
+        dropped={
+            r'.*\.pos_proj\.bias$': 'the softmax over neighbours cancels it',
+            r'.*\.rel_indices$': 'computed from the grid of each input',
+        },
+        heads=_heads,
+        check=_check_settings,
+        norm_cfg=NORM_CFG,
+        out_type='cls_token',
+    )
+
+
+FORMATS = {
+    'dtn-pvt': _format('PVTDTN', from_dtn_pvt, r'patch_embed1\.'),
+    'dtn-vit': _format('ViTDTN', from_dtn_vit, r'patch_embed\.proj'),
+}

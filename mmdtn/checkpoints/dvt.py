@@ -1,11 +1,13 @@
-"""State dicts of the published Dynamic Vision Transformer as ours, and back."""
+"""Formats of the Dynamic Vision Transformer, and their translation, both ways."""
 
 import re
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-State = dict[str, Tensor]
+from .format import Format, State
+from .t2t import sines
+
 PREFIXES = ('less_less_token', 'less_token', 'normal_token')  # 7 x 7, 10 x 10, 14 x 14 tokens
 # Ours and theirs, within an exit; theirs has the spelling mistake.
 NAMES = [
@@ -30,8 +32,6 @@ PART = re.compile(
 
 def from_dvt(state: State) -> State:
     """The authors' cascade. The table of sines that T2T-ViT's exits have is checked, and left out: ours computes it."""
-    from mmdtn.backbones.t2t import sines  # which reads checkpoints itself
-
     present = [prefix for prefix in PREFIXES if any(key.startswith(f'{prefix}.') for key in state)]
     computed = any('.tokens_to_token.' in key for key in state)
     out: State = {}
@@ -77,3 +77,18 @@ def to_dvt(model: nn.Module) -> State:
 def _computes(exit: nn.Module) -> bool:
     """Its positions, which are no weights of ours then, but are in published files."""
     return 'pos_embed' in dict(exit.named_buffers(recurse=False))
+
+
+def _heads(attention: str, state: State) -> int | None:
+    """By the channels of relationship reuse; without it those of the published models, 64 wide."""
+    relations = state.get('exits.1.relations.conv2.bias')
+    if relations is not None:
+        return len(relations) // len([key for key in state if re.match(r'exits\.0\.blocks\.\d+\.norm1\.weight', key)])
+    width = state[f'{attention}.proj.weight'].shape[0]
+    return width // 64 if width in (256, 384) else None
+
+
+FORMATS = {
+    'dvt': Format('DVT', (r'(less_less|less|normal)_token\.blocks\.0\.',), from_dvt, heads=_heads),
+    'mmdtn-dvt': Format('DVT', (r'exits\.0\.blocks\.0\.',)),
+}

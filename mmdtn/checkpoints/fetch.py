@@ -2,11 +2,9 @@
 
 import hashlib
 import http.client
-import os
 import re
 import shutil
 import sys
-import tempfile
 from pathlib import Path
 from typing import BinaryIO
 from urllib.parse import quote, urlsplit
@@ -17,6 +15,7 @@ from filelock import FileLock
 from tqdm import tqdm
 
 from mmdtn.errors import UserError
+from mmdtn.files import whole_file
 
 # Publishers put the first digits of the SHA-256 at the end of a file's name; eight digits may also be a date.
 CHECKSUM = re.compile(r'-(?!(?:19|20)\d{6}\.)([0-9a-f]{8,64})\.[a-z]+$')
@@ -58,19 +57,14 @@ def local_copy(url: str) -> Path:
 
 
 def _download(url: str, path: Path) -> None:
-    handle, partial = tempfile.mkstemp(dir=path.parent, prefix=f'.{path.name}.')
-    try:
-        with os.fdopen(handle, 'wb') as file:
-            wrong = _copy(url, file)
-        if wrong := wrong or _what_is_wrong(Path(partial), path.name):
+    with whole_file(path) as file:
+        wrong = _copy(url, file)
+        file.flush()
+        if wrong := wrong or _what_is_wrong(Path(file.name), path.name):
             raise NotFetched(
                 f'{url} was not fetched: {wrong}. Run it again; or download the file by other means and put it at '
                 f'{path}, or give its path in place of the URL.'
             )
-        os.chmod(partial, 0o644)
-        os.replace(partial, path)
-    finally:
-        Path(partial).unlink(missing_ok=True)
 
 
 def _copy(url: str, file: BinaryIO) -> str | None:

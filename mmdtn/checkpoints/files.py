@@ -2,8 +2,6 @@
 
 import argparse
 import io
-import os
-import tempfile
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -15,6 +13,7 @@ import torch
 from torch import Tensor
 
 from mmdtn.errors import UserError
+from mmdtn.files import whole_file
 
 from .fetch import SAFETENSORS, fetch
 
@@ -77,20 +76,9 @@ def state_of(checkpoint: Any, source: str | Path) -> State:
 
 
 def write(path: str | Path, checkpoint: dict[str, Any]) -> None:
-    """Saves beside ``path`` and renames: whoever reads ``path`` finds the old file or the whole new one."""
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, beside = tempfile.mkstemp(dir=path.parent, prefix=f'.{path.name}.')
-    try:
-        with os.fdopen(handle, 'wb') as file:
-            torch.save(checkpoint, file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(beside, 0o644)
-        os.replace(beside, path)
-    except BaseException:
-        os.unlink(beside)
-        raise
+    """Saves a checkpoint: whoever reads ``path`` finds the old file or the whole new one."""
+    with whole_file(path) as file:
+        torch.save(checkpoint, file)
 
 
 def load(source: str) -> Any:

@@ -1,23 +1,20 @@
-"""State dicts of other people's LeViT as ours; as functions of key and tensor alone.
-
-All of them hold the same tensors. The indices of the attention's biases are left out: they are computed.
-"""
+"""LeViT: formats of its checkpoints, which hold the same tensors, and their translation by keys alone."""
 
 import bisect
 import re
+from collections.abc import Callable
 
-from torch import Tensor
+from torch import nn
 
-State = dict[str, Tensor]
-INDICES = '.attention_bias_idxs'
+from .format import Format, State, without
+
+COMPUTED = {r'.*\.attention_bias_idxs$': 'computed from the size of the image'}
 
 
 def from_timm_levit(state: State) -> State:
     """timm's ``levit_*``."""
     out: State = {}
-    for key, value in state.items():
-        if key.endswith(INDICES):
-            continue
+    for key, value in without(state, COMPUTED).items():
         if match := re.fullmatch(r'stages\.(\d)\.(downsample|blocks\.(\d+))\.(.+)', key):
             stage, block, rest = int(match[1]), match[3], match[4].replace('attn_downsample.', 'attn.')
             # Our second and third stages begin with what timm has apart, as downsample.
@@ -33,9 +30,7 @@ def from_timm_levit(state: State) -> State:
 def from_mmpretrain_levit(state: State) -> State:
     """MMPretrain's ``LeViT``."""
     out: State = {}
-    for key, value in state.items():
-        if key.endswith(INDICES):
-            continue
+    for key, value in without(state, COMPUTED).items():
         if match := re.fullmatch(r'patch_embed\.patch_embed\.(\d)\.(.+)', key):
             out[_stem(int(match[1]), match[2])] = value
         elif match := re.fullmatch(r'stages\.(\d)\.(\d+)\.(?:block\.)?(.+)', key):
@@ -49,9 +44,7 @@ def from_levit(state: State) -> State:
     """The authors' ``LeViT``, whose sub-blocks are numbered through all stages."""
     starts = [0, *sorted({int(match[1]) for key in state if (match := re.match(r'blocks\.(\d+)\.kv\.', key))})]
     out: State = {}
-    for key, value in state.items():
-        if key.endswith(INDICES):
-            continue
+    for key, value in without(state, COMPUTED).items():
         if match := re.fullmatch(r'patch_embed\.(\d)\.(.+)', key):
             out[_stem(int(match[1]), match[2])] = value
         elif match := re.fullmatch(r'blocks\.(\d+)\.(?:m\.)?(.+)', key):
@@ -77,3 +70,32 @@ def _sub_block(stage: int, index: int, rest: str) -> str:
     }.items():
         rest = re.sub(theirs, ours, rest)
     return f'stages.{stage}.blocks.{index // 2}.{"mlp" if index % 2 else "attn"}.{rest}'
+
+
+def _check_norms(backbone: nn.Module) -> str:
+    if not any('.norm' in key for key in backbone.state_dict()):
+        return ''
+    return (
+        'have no norm in front of attention and MLPs, where the target has one: with the same weights it would '
+        'compute something else. Build it with norm_cfg=None.'
+    )
+
+
+def _format(convert: Callable[[State], State], *marks: str) -> Format:
+    return Format(
+        'LeViTDTN',
+        marks,
+        convert,
+        dropped=COMPUTED,
+        check=_check_norms,
+        norm_cfg=None,
+        out_type='avg_featmap',
+    )
+
+
+FORMATS = {
+    'levit': _format(from_levit, r'patch_embed\.0\.c\.', r'blocks\.0\.m\.qkv\.'),
+    'timm-levit': _format(from_timm_levit, r'stem\.conv1\.', r'stages\.0\.blocks\.0\.attn\.qkv\.'),
+    'mmpretrain-levit': _format(from_mmpretrain_levit, r'patch_embed\.patch_embed\.0\.', r'stages\.0\.0\.block\.qkv\.'),
+    'mmdtn-levit': Format('LeViTDTN', (r'patch_embed\.conv1\.', r'stages\.0\.blocks\.0\.attn\.attention_biases$')),
+}

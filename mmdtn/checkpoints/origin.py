@@ -8,7 +8,7 @@ import torch
 from mmengine.registry import MODELS
 from torch import nn
 
-from ..norms import DTN
+from mmdtn.norms import DTN
 
 
 def backbone_settings(checkpoint: Any) -> dict[str, Any] | None:

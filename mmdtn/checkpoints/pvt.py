@@ -1,10 +1,8 @@
-"""State dicts of other people's PVT as ours; as functions of key and shape alone."""
+"""PVT: formats of its checkpoints, and their translation, which depends on keys and shapes alone."""
 
 import re
 
-from torch import Tensor
-
-State = dict[str, Tensor]
+from .format import Format, State
 
 
 def from_mmdet_pvt(state: State) -> State:
@@ -74,3 +72,43 @@ def from_pvt(state: State) -> State:
         else:
             out[f'{stage}{part}.{rest}'] = value
     return out
+
+
+def published_heads(attention: str, state: State) -> int:
+    """Of ``attention``, as ``'stages.0.blocks.0.attn'``: every published PVT has these, and no tensor tells them."""
+    return (1, 2, 5, 8)[int(attention.split('.')[1])]
+
+
+def _own_heads(attention: str, state: State) -> int | None:
+    """Of files of this package only the config tells them, but with LayerNorm at published widths these."""
+    stage, width = int(attention.split('.')[1]), state[f'{attention}.q.weight'].shape[0]
+    published = width in ((32, 64), (64, 128), (160, 320), (256, 512))[stage]
+    with_dtn = any(key.endswith('.var_mix') for key in state)
+    return published_heads(attention, state) if published and not with_dtn else None
+
+
+FORMATS = {
+    'pvt': Format(
+        'PVTDTN',
+        (r'patch_embed1\.', r'block1\.'),
+        from_pvt,
+        misses=(r'.*norm_weight$',),
+        heads=published_heads,
+        out_type='cls_token',
+    ),
+    'mmdet-pvt': Format(
+        'PVTDTN',
+        (r'layers\.0\.0\.projection', r'layers\.0\.1\.'),
+        from_mmdet_pvt,
+        heads=published_heads,
+        out_type='featmap',
+    ),
+    'timm-pvt': Format(
+        'PVTDTN',
+        (r'patch_embed\.proj', r'stages\.0\.blocks\.0\.attn\.kv'),
+        from_timm_pvt_v2,
+        heads=published_heads,
+        out_type='cls_token',
+    ),
+    'mmdtn-pvt': Format('PVTDTN', (r'stages\.0\.patch_embed\.proj',), heads=_own_heads),
+}

@@ -1,13 +1,11 @@
-"""State dicts of other people's Swin as ours; as functions of key and tensor alone.
-
-What a model computes for itself, indices and masks, is left out, and so is a classifier's ``head``.
-"""
+"""Swin: formats of its checkpoints, and their translation, which depends on keys and tensors alone."""
 
 import re
+from collections.abc import Callable
 
-from torch import Tensor
+from .format import Format, State, without
 
-State = dict[str, Tensor]
+COMPUTED = {r'.*\.(relative_position_index|attn_mask)$': 'computed from the window size'}
 
 
 def from_mmdet_swin(state: State) -> State:
@@ -46,9 +44,7 @@ def from_timm_swin(state: State) -> State:
 def _rename(state: State, stages: str, merging_first: bool, whose: str) -> State:
     """Our names of stages and norms. Our stages begin with a patch merging; others end with that of the next stage."""
     out: State = {}
-    for key, value in state.items():
-        if key.startswith('head.') or key.endswith(('.relative_position_index', '.attn_mask')):
-            continue
+    for key, value in without(state, [*COMPUTED, r'head\.']).items():
         if match := re.fullmatch(rf'{stages}\.(\d)\.(blocks|downsample)\.(.+)', key):
             stage, part, rest = int(match[1]), match[2], match[3]
             if part == 'downsample':
@@ -60,3 +56,20 @@ def _rename(state: State, stages: str, merging_first: bool, whose: str) -> State
             raise ValueError(f'{key} is no key of {whose}.')
         out[re.sub(r'^norm\.', 'norm3.', key)] = value
     return out
+
+
+def _format(convert: Callable[[State], State], *marks: str, misses: tuple[str, ...] = (), out_type: str) -> Format:
+    return Format('SwinDTN', marks, convert, misses, dropped=COMPUTED, out_type=out_type)
+
+
+TABLE = r'0\.blocks\.0\.attn\.relative_position_bias_table'  # the bias tables have the number of heads in their shape
+WINDOWS = r'stages\.0\.blocks\.0\.attn\.w_msa'
+FORMATS = {
+    'swin': _format(from_microsoft_swin, rf'layers\.{TABLE}', r'layers\.0\.downsample', out_type='avg_featmap'),
+    'timm-swin': _format(from_timm_swin, rf'layers\.{TABLE}', r'layers\.3\.downsample', out_type='avg_featmap'),
+    'mmdet-swin': _format(from_mmdet_swin, WINDOWS, r'norm[012]\.', out_type='featmap'),
+    'mmpretrain-swin': _format(
+        from_mmpretrain_swin, WINDOWS, r'norm3\.', misses=(r'norm[012]\.',), out_type='avg_featmap'
+    ),
+    'mmdtn-swin': Format('SwinDTN', (rf'stages\.{TABLE}',)),
+}

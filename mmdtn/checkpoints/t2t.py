@@ -1,25 +1,27 @@
-"""State dicts of other people's T2T-ViT as ours; as functions of key and tensor alone.
+"""T2T-ViT: formats of its checkpoints, and their translation, which depends on keys and tensors alone.
 
-The position table is left out: it is computed. Ours gives none of it to the class token, so that it can join anywhere.
+Files hold the table of positions, which the model computes. Here the class token has no position, so that it can join
+before any block: a translated token includes the position that it had.
 """
 
 import re
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-State = dict[str, Tensor]
+from .format import Format, State, without
+from .vit import check_class_token, published_heads
+
+COMPUTED = {'pos_embed$': 'computed from the size of the image'}
 
 
 def from_t2t(state: State) -> State:
     """The authors' ``T2T_ViT``, its token module of transformers or of performers."""
     out: State = {}
-    for key, value in state.items():
-        if key == 'pos_embed':
-            continue
+    for key, value in without(state, COMPUTED).items():
         if key == 'cls_token':
-            first_row = torch.arange(value.shape[-1]) % 2  # sines of 0, and cosines
-            out[key] = (value + first_row.to(value))[:, None]
+            out[key] = (value + sines(1, value.shape[-1]).to(value))[:, None]
         elif match := re.fullmatch(r'tokens_to_token\.(project\..+|attention[12]\..+)', key):
             out |= _token_layer(f'patch_embed.{match[1]}', value)
         elif '.attn.qkv.' in key:
@@ -55,3 +57,30 @@ def from_mmpretrain_t2t(state: State) -> State:
             key = re.sub(theirs, authors, key)
         out[key] = value
     return from_t2t(out)
+
+
+def sines(positions: int, channels: int) -> Tensor:
+    """The table of "Attention Is All You Need", ``positions x channels``: sines in even channels, cosines in odd."""
+    pair = torch.arange(channels, dtype=torch.float64) // 2
+    angles = torch.arange(positions, dtype=torch.float64)[:, None] / 10000 ** (2 * pair / channels)
+    even = torch.arange(channels) % 2 == 0
+    return torch.where(even, angles.sin(), angles.cos()).float()
+
+
+def _format(convert: Callable[[State], State], *marks: str) -> Format:
+    return Format(
+        'T2TViTDTN',
+        marks,
+        convert,
+        dropped=COMPUTED,
+        heads=published_heads,
+        check=check_class_token,
+        out_type='cls_token',
+    )
+
+
+FORMATS = {
+    't2t': _format(from_t2t, r'tokens_to_token\.attention1\.', r'blocks\.0\.'),
+    'mmpretrain-t2t': _format(from_mmpretrain_t2t, r'tokens_to_token\.attention1\.', r'encoder\.0\.'),
+    'mmdtn-t2t': Format('T2TViTDTN', (r'patch_embed\.attention1\.', r'blocks\.0\.attn\.q\.')),
+}

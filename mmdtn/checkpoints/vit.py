@@ -1,10 +1,10 @@
-"""State dicts of other people's ViT as ours; as functions of key and shape alone."""
+"""ViT: formats of its checkpoints, and their translation, which depends on keys and shapes alone."""
 
 import re
 
-from torch import Tensor
+from torch import nn
 
-State = dict[str, Tensor]
+from .format import Format, State
 
 
 def from_timm_vit(state: State) -> State:
@@ -45,3 +45,39 @@ def from_mmpretrain_vit(state: State) -> State:
             key = re.sub(theirs, timms, key)
         out[key] = value
     return from_timm_vit(out)
+
+
+def published_heads(attention: str, state: State) -> int:
+    return state[f'{attention}.q.weight'].shape[0] // 64  # so it is in all ViT, DeiT and T2T-ViT
+
+
+def check_class_token(backbone: nn.Module) -> str:
+    if not getattr(backbone, 'cls_from', None):
+        return ''
+    return (
+        f'have the class token from the first block on, but the target takes it before block {backbone.cls_from}: '
+        'with the same weights it would compute something else. It needs cls_from=0, which any norm_cfg can have, or '
+        "out_type='featmap' without a class token."
+    )
+
+
+FORMATS = {
+    'timm-vit': Format(
+        'ViTDTN',
+        (r'patch_embed\.proj', r'blocks\.0\.attn\.qkv', 'cls_token', 'pos_embed'),
+        from_timm_vit,
+        misses=(r'.*norm_weight$', 'dist_token'),
+        heads=published_heads,
+        check=check_class_token,
+        out_type='cls_token',
+    ),
+    'mmpretrain-vit': Format(
+        'ViTDTN',
+        (r'patch_embed\.projection', r'layers\.0\.ln1\.', 'cls_token'),
+        from_mmpretrain_vit,
+        heads=published_heads,
+        check=check_class_token,
+        out_type='cls_token',
+    ),
+    'mmdtn-vit': Format('ViTDTN', (r'blocks\.0\.attn\.q\.',), misses=(r'patch_embed\.attention1',)),
+}

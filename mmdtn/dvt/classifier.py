@@ -206,7 +206,7 @@ class DVT(BaseModel):
         source, heads = options.pop('checkpoint'), options.pop('heads', True)
         state, keep = checkpoints.read(source), None if heads else r'exits\.\d+\.head\..+'
         try:
-            ours, report = checkpoints.convert(state, self, keep=keep, **options)
+            ours, report = checkpoints.translate(state, self, keep=keep, **options)
         except ValueError as error:
             raise checkpoints.UnfitFile(f'{source} cannot fill DVT: {error}') from None
         self.load_state_dict(ours, strict=False)

@@ -7,14 +7,14 @@ from typing import Any, NamedTuple
 import torch
 from mmengine.config import Config
 from mmengine.device import get_device
-from mmengine.registry import DATASETS, MODELS, init_default_scope
+from mmengine.registry import DATASETS, MODELS
 from mmengine.runner import Runner
-from mmengine.utils import import_modules_from_strings
 from torch import Tensor
 from torch.utils.data import DataLoader
 
 from mmdtn import checkpoints
 from mmdtn.errors import UserError
+from mmdtn.models import build
 from mmdtn.registry import class_of
 
 from .budget import exits_taken
@@ -23,20 +23,16 @@ from .classifier import DVT
 
 def load_cascade(cfg: Config, checkpoint: str) -> DVT:
     """The config's model with all weights of a file, published or ours, ready to answer with every exit."""
-    import_modules_from_strings(**cfg.get('custom_imports', dict(imports=['mmdtn'])))
-    init_default_scope(cfg.get('default_scope', 'mmengine'))
     kind = class_of(cfg.model, MODELS)
     if not issubclass(kind, DVT):
         raise UserError(f'The model of the config is a {kind.__name__}, which has no exits: it has to be a DVT.')
-    settings = dict(cfg.model, init_cfg=None, thresholds=None)
-    settings.setdefault('data_preprocessor', cfg.get('data_preprocessor'))
-    model = MODELS.build(settings)
+    model = build(cfg, init_cfg=None, thresholds=None)
     try:
-        state, _ = checkpoints.convert(checkpoints.read(checkpoint), model)
+        state, _ = checkpoints.translate(checkpoints.read(checkpoint), model)
     except ValueError as error:
         raise UserError(f'{checkpoint} does not fit: {error}') from None
     model.load_state_dict(state)
-    return model.to(get_device()).eval()
+    return model.to(get_device())
 
 
 def build_loader(cfg: Config, name: str, images: int | None = None, seed: int = 0) -> DataLoader:

@@ -16,7 +16,7 @@ STORED = ('flops', 'anytime_classification', 'dynamic_threshold', 'budgeted_batc
 
 
 @dataclass
-class Curve:
+class BudgetCurve:
     """P rows of ``thresholds``, ``P x K``, and of each the mean GFLOPs and the accuracy in percent.
 
     ``gflops`` and ``anytime`` are of the K exits: what an image costs that leaves there, and their accuracies if all
@@ -31,13 +31,15 @@ class Curve:
     left: Tensor | None = None
 
     @classmethod
-    def of(cls, gflops: Sequence[float], anytime: Sequence[float], thresholds: Tensor, outcome: Outcome) -> 'Curve':
+    def of(
+        cls, gflops: Sequence[float], anytime: Sequence[float], thresholds: Tensor, outcome: Outcome
+    ) -> 'BudgetCurve':
         return cls(
             list(gflops), list(anytime), thresholds, outcome.gflops.tolist(), outcome.accuracy.tolist(), outcome.left
         )
 
     @classmethod
-    def stored(cls, checkpoint: dict[str, Any], file: str) -> 'Curve':
+    def stored(cls, checkpoint: dict[str, Any], file: str) -> 'BudgetCurve':
         """What a published file holds beside its weights."""
         if missing := [key for key in STORED if key not in checkpoint]:
             raise ValueError(
@@ -89,7 +91,7 @@ class Curve:
         return '\n'.join(lines)
 
 
-def published_file(model: DVT, curve: Curve) -> dict[str, Any]:
+def published_file(model: DVT, curve: BudgetCurve) -> dict[str, Any]:
     """All that a published file holds: weights under the authors' names, and the curve."""
     return dict(
         model_state_dict={key: value.cpu().clone() for key, value in to_dvt(model).items()},

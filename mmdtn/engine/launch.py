@@ -2,7 +2,6 @@
 
 import argparse
 import gc
-import inspect
 import os
 from pathlib import Path
 from typing import Any
@@ -11,19 +10,20 @@ from mmengine.config import Config, DictAction
 from mmengine.device import is_cuda_available, is_npu_available
 from mmengine.dist import barrier, is_distributed
 from mmengine.hooks import CheckpointHook
-from mmengine.registry import HOOKS, LOOPS, OPTIMIZERS, RUNNERS, VISBACKENDS, init_default_scope
+from mmengine.registry import HOOKS, LOOPS, OPTIMIZERS, RUNNERS, VISBACKENDS
 from mmengine.runner import EpochBasedTrainLoop, IterBasedTrainLoop, Runner
 from mmengine.utils import is_installed
 from mmengine.visualization import TensorboardVisBackend
 from torch.distributed import destroy_process_group
 
-from mmdtn.errors import UserError, nearest, read_config
+from mmdtn.errors import UserError
+from mmdtn.files import write_whole_files
+from mmdtn.models import read_config
 from mmdtn.registry import class_of
 
 from .checkpoint_loaders import register_loaders
-from .distributed import run_on_cpu
-from .memory import keep_freed_memory
-from .whole_checkpoint_hook import newest_whole_checkpoint, write_whole_files
+from .cpu import keep_freed_memory, run_on_cpu
+from .hooks.whole_checkpoint import newest_whole_checkpoint
 
 
 def add_common_options(parser: argparse.ArgumentParser) -> None:
@@ -37,18 +37,10 @@ def add_common_options(parser: argparse.ArgumentParser) -> None:
 
 def load_config(args: argparse.Namespace) -> Config:
     os.environ.setdefault('LOCAL_RANK', str(args.local_rank))
-    cfg = read_config(args.config)
+    cfg = read_config(args.config, args.cfg_options)
     cfg.launcher = args.launcher
-    if args.cfg_options:
-        known = {*cfg, *inspect.signature(Runner.__init__).parameters, 'runner_type', 'custom_imports', 'auto_scale_lr'}
-        for key in args.cfg_options:
-            name = key.partition('.')[0]
-            if name not in known and (close := nearest(name, known)):
-                raise UserError(f'--cfg-options {key}: {args.config} has no {name!r}{close}')
-        cfg.merge_from_dict(args.cfg_options)
     if args.work_dir or not cfg.get('work_dir'):
         cfg.work_dir = args.work_dir or str(Path('work_dirs') / Path(args.config).stem)
-    init_default_scope(cfg.get('default_scope', 'mmengine'))
     return cfg
 
 

@@ -3,7 +3,6 @@
 import copy
 import hashlib
 import json
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,9 +18,10 @@ from mmengine.registry import DATASETS, METRICS
 from mmengine.runner import Runner
 
 from mmdtn.datasets.corruption import GROUPS, with_corruption
-from mmdtn.engine.data import check_data
+from mmdtn.engine.data_checks import check_data
 from mmdtn.engine.launch import add_hook, build_runner
 from mmdtn.errors import UserError
+from mmdtn.files import write_whole
 from mmdtn.registry import class_of
 
 from .robustness import SubsetAccuracy, imagenet_folders
@@ -58,10 +58,7 @@ class CellFile:
 
     @master_only
     def save(self) -> None:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        beside = self.path.with_suffix('.partial')
-        beside.write_text(json.dumps(self.models, indent=1) + '\n')
-        os.replace(beside, self.path)
+        write_whole(self.path, json.dumps(self.models, indent=1) + '\n')
 
 
 def digest(checkpoint: str) -> str:
@@ -78,7 +75,7 @@ def _short(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()[:16]
 
 
-class Subject:
+class CellTester:
     """A model on its test set, whole or some pictures of it, one cell after the other."""
 
     def __init__(self, cfg: Config, checkpoint: str, strict: bool = False, pictures: int | None = None) -> None:

@@ -1,6 +1,6 @@
-from .averages import MovingAverageNorm, start_new_task
-from .base import BatchStatisticsNorm, TokenNorm
+from .base import TokenNorm
 from .batch import PRepBN, RepBN, TokenBN
+from .batch_statistics import BatchStatisticsNorm, MovingAverageNorm, start_new_task
 from .build import Place, build_norm, needs_grid, norm_class
 from .dtn import DTN, DTN2d
 from .feature import FeatureNorm

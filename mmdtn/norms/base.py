@@ -48,10 +48,6 @@ class TokenNorm(nn.Module):
         return ', '.join([str(self.num_features), *unusual])
 
 
-class BatchStatisticsNorm(TokenNorm):
-    """Learns statistics of batches in training; evaluation mode, and a backbone's ``norm_eval``, freeze them."""
-
-
 def in_full_precision(x: Tensor) -> Tensor:
     """Statistics cancel in half precision."""
     return x.to(torch.promote_types(x.dtype, torch.float32))

@@ -4,8 +4,7 @@ import torch
 from mmengine.registry import MODELS
 from torch import Tensor, nn
 
-from .base import BatchStatisticsNorm
-from .taper import TaperingNorm
+from .batch_statistics import BatchStatisticsNorm, TaperingNorm
 
 
 @MODELS.register_module()

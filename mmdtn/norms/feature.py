@@ -9,8 +9,7 @@ from mmengine.registry import MODELS
 from torch import Tensor, nn
 
 from .base import check_groups, in_full_precision
-from .processes import batch_mean
-from .taper import TaperingNorm
+from .batch_statistics import TaperingNorm, batch_mean
 
 BRANCHES = ('zscore', 'minmax', 'identity')
 FIRST_LEAD = 2.0  # of the first branch's entry in mix at the start: 79 percent of three branches

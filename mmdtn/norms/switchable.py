@@ -4,8 +4,8 @@ import torch
 from mmengine.registry import MODELS
 from torch import Tensor, nn
 
-from .base import BatchStatisticsNorm, check_more_than_one, in_full_precision
-from .processes import batch_mean
+from .base import check_more_than_one, in_full_precision
+from .batch_statistics import BatchStatisticsNorm, batch_mean
 
 
 @MODELS.register_module()

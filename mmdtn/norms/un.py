@@ -7,9 +7,8 @@ from mmengine.registry import MODELS
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .averages import MovingAverageNorm
 from .base import in_full_precision
-from .processes import batch_mean
+from .batch_statistics import MovingAverageNorm, batch_mean
 
 
 @MODELS.register_module()

@@ -5,9 +5,9 @@ import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
-from mmdtn.analysis import figures
 from mmdtn.analysis.curves import Curve
-from mmdtn.analysis.report import write_csv
+from mmdtn.reports import figures
+from mmdtn.reports.report import write_csv
 
 from .records import Record, records
 from .statistics import Comparison, compare, seeds_needed, std_interval

@@ -9,8 +9,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from mmdtn.analysis.curves import Curve, Run, read_run
+from mmdtn.analysis.curves import Curve, Curves, read_run
 from mmdtn.errors import UserError, nearest
+from mmdtn.files import write_whole
 
 from .study import Study
 
@@ -36,7 +37,7 @@ class Record:
     core_minutes: float | None = None
     machine: str = ''
     torch: str = torch.__version__
-    curves: Run = field(default_factory=dict)
+    curves: Curves = field(default_factory=dict)
     measured: dict[str, str] = field(default_factory=dict)
     evaluations: dict[str, dict[str, float]] = field(default_factory=dict)
 
@@ -50,7 +51,6 @@ class Record:
         ]
 
     def save(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
         content = asdict(self)
         # A line for each curve and each evaluation, so that a change can be read.
         parts = {name: content.pop(name) for name in ('curves', 'evaluations')}
@@ -58,9 +58,7 @@ class Record:
         for name, values in parts.items():
             inside = ',\n'.join(f'  {json.dumps(key)}: {json.dumps(value)}' for key, value in values.items())
             lines.append(f'{json.dumps(name)}: {{\n{inside}\n }}' if inside else f'{json.dumps(name)}: {{}}')
-        beside = path.with_suffix('.partial')
-        beside.write_text('{\n ' + ',\n '.join(lines) + '\n}\n')
-        os.replace(beside, path)
+        write_whole(path, '{\n ' + ',\n '.join(lines) + '\n}\n')
 
     @classmethod
     def load(cls, path: Path) -> 'Record':
@@ -83,7 +81,7 @@ def record_path(study: Study, variant: str, seed: int, results: Path) -> Path:
     return results / study.name / f'{variant}-{seed}.json'
 
 
-def kept_curves(study: Study, work_dir: Path) -> Run:
+def kept_curves(study: Study, work_dir: Path) -> Curves:
     """Of a work directory's logs, what a record keeps."""
     run = read_run(work_dir)
     _add_zeros(run)
@@ -97,7 +95,7 @@ def kept_curves(study: Study, work_dir: Path) -> Run:
     return kept
 
 
-def _add_zeros(run: Run) -> None:
+def _add_zeros(run: Curves) -> None:
     """MMDetection's COCO metric says nothing of an evaluation in which nothing was found: then its APs are 0."""
     coco = [name for name in run if name.startswith('coco/')]
     measured = {step for name in coco for step in run[name]}

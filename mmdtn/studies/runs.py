@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import mmdtn
-from mmdtn.engine.whole_checkpoint_hook import newest_whole_checkpoint
+from mmdtn.engine.hooks.whole_checkpoint import newest_whole_checkpoint
 from mmdtn.errors import UserError, nearest
 
 from .records import Record, kept_curves, machine, record_path

@@ -120,7 +120,7 @@ def test_attention_over_the_map_makes_the_output(reduction):
 @pytest.mark.parametrize('shrinking', [False, True])
 def test_attention_of_levit_makes_the_output(shrinking):
     torch.manual_seed(0)
-    attn = levit.ShrinkingAttention(16, 24, 8, (5, 7)) if shrinking else levit.Attention(16, 8, 2, (5, 7))
+    attn = levit.ShrinkingAttention(16, 24, 8, (5, 7)) if shrinking else levit.LeViTAttention(16, 8, 2, (5, 7))
     attn.eval()
     tokens, values = torch.randn(1, 5, 7, 16), []
     nn.init.normal_(attn.attention_biases)

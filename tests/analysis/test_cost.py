@@ -5,6 +5,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from mmdtn.analysis import SavedBytes, flops_by_module, norm_flops
+from mmdtn.models import read_config
 from mmdtn.norms import DTN
 from mmdtn.ops import reference
 from tools.analysis_tools import get_flops
@@ -42,6 +43,6 @@ def test_the_backbone_of_a_detector_may_be_a_converted_one(tmp_path):
         "_pvt = dict(type='PyramidVisionTransformer', embed_dims=8, num_layers=[1] * 4, num_heads=[1, 2, 4, 8])\n"
         "model = dict(type='RetinaNet', backbone=dict(type='ConvertedBackbone', backbone=_pvt))\n"
     )
-    backbone = get_flops.build(str(config))
+    backbone = get_flops.counted(read_config(config))
     assert sum(isinstance(m, DTN) for m in backbone.modules()) == 8
     assert get_flops.count(backbone, (64, 64))[0] > 0

@@ -10,7 +10,7 @@ from torch import nn
 
 from mmdtn.backbones import PVTDTN, ViTDTN
 from mmdtn.backbones.layers import Attention, RelativePosition
-from mmdtn.checkpoints import convert
+from mmdtn.checkpoints import translate
 from mmdtn.norms import DTN
 from mmdtn.norms.dtn import local_start
 
@@ -114,7 +114,7 @@ def test_it_sits_where_dtn_would():
 def test_a_file_without_it_gives_plain_attention_and_says_so():
     before = randomised(PVTDTN(PVT, norm_cfg=LN))
     after = PVTDTN(PVT, norm_cfg=LN, rpe=True).eval()
-    state, report = convert(before.state_dict(), after)
+    state, report = translate(before.state_dict(), after)
     after.load_state_dict(state)
     assert report.filled == {
         f'stages.{i}.blocks.0.attn.rpe.position': 'zero: the attention of the file has no rpe' for i in range(3)

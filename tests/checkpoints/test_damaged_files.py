@@ -11,7 +11,7 @@ import timm
 import torch
 
 from mmdtn.backbones import PVTDTN
-from mmdtn.checkpoints import convert, read
+from mmdtn.checkpoints import read, translate
 from tools.model_converters import convert as command
 
 SMALL = dict(base='b0', depths=(1, 1, 1, 1), widths=(8, 16, 40, 64), mlp_ratios=(1, 1, 1, 1))
@@ -69,7 +69,7 @@ def cut(data, rng):
 def test_a_changed_file_is_refused_or_read_right(seed, tmp_path):
     rng = random.Random(seed)
     state = small_state()
-    right, _ = convert(state, backbone())
+    right, _ = translate(state, backbone())
     change = (drop, rename, reshape, retype, flip, cut)[seed % 6]
     if change in (flip, cut):
         data = change(as_bytes(state), rng)
@@ -78,7 +78,7 @@ def test_a_changed_file_is_refused_or_read_right(seed, tmp_path):
         data = as_bytes(state)
     (tmp_path / 'file.pth').write_bytes(data)
     try:
-        got, _ = convert(read(tmp_path / 'file.pth'), backbone())
+        got, _ = translate(read(tmp_path / 'file.pth'), backbone())
     except ValueError as error:
         assert 20 < len(str(error)) < 1000
         return
@@ -153,15 +153,15 @@ def test_errors_name_what_does_not_fit(change, words):
     state = small_state()
     change(state)
     with pytest.raises(ValueError, match=words):
-        convert(state, backbone())
+        translate(state, backbone())
 
 
 def test_embeddings_resize_only_when_asked():
     small = PVTDTN(dict(SMALL, version=1), norm_cfg=dict(type='LN'), img_size=96)
     large = PVTDTN(dict(SMALL, version=1), norm_cfg=dict(type='LN'), img_size=224)
     with pytest.raises(ValueError, match=r'pos_embed is \(1, 24, 24, 8\) in the file, \(1, 56, 56, 8\).*--resize'):
-        convert(small.state_dict(), large)
-    state, report = convert(small.state_dict(), large, resize=True)
+        translate(small.state_dict(), large)
+    state, report = translate(small.state_dict(), large, resize=True)
     assert state['stages.0.pos_embed'].shape == (1, 56, 56, 8)
     assert report.filled['stages.0.pos_embed'] == 'resized from (1, 24, 24, 8) to (1, 56, 56, 8)'
 
@@ -202,8 +202,8 @@ def test_bias_tables_resize_only_when_asked():
     key = 'stages.1.blocks.0.attn.relative_position_bias_table'
     torch.nn.init.normal_(small.get_parameter(key))
     with pytest.raises(ValueError, match=r'bias_table is \(49, 1\) in the file, \(169, 1\) in the target .*--resize'):
-        convert(small.state_dict(), large)
-    state, report = convert(small.state_dict(), large, resize=True)
+        translate(small.state_dict(), large)
+    state, report = translate(small.state_dict(), large, resize=True)
     for there, here in ((24, 84), (0, 0), (6, 12), (42, 156), (48, 168)):  # no shift, and the four largest
         torch.testing.assert_close(state[key][here], small.get_parameter(key)[there], atol=1e-4, rtol=1e-4)
     assert report.filled[key] == 'resized from (49, 2) to (169, 2)'
@@ -219,8 +219,8 @@ def test_biases_by_distance_resize_only_when_asked():
     with pytest.raises(
         ValueError, match=r'attention_biases is \(4, 16\) in the file, \(4, 49\) in the target .*--resize'
     ):
-        convert(small.state_dict(), large)
-    state, report = convert(small.state_dict(), large, resize=True)
+        translate(small.state_dict(), large)
+    state, report = translate(small.state_dict(), large, resize=True)
     before, after = small.get_parameter(key).view(4, 4, 4), state[key].view(4, 7, 7)
     torch.testing.assert_close(after[:, ::2, ::2], before, atol=1e-5, rtol=1e-5)  # 0, 1, 2, 3 at 0, 2, 4, 6
     assert report.filled[key] == 'resized from (4, 16) to (4, 49)'
@@ -242,7 +242,7 @@ def test_heads_of_levit_and_of_vision_transformers_find_their_names(two_heads):
     for make in (published.timm_levit, published.levit):
         file = make().file
         file = file.get('model', file)
-        state, report = convert(file, mine)
+        state, report = translate(file, mine)
         name = 'head.linear.weight' if make is published.timm_levit else 'head.l.weight'
         assert torch.equal(state['head.head.linear.weight'], file[name])
         dropped = {key for key in report.dropped if 'bias_idxs' not in key}
@@ -255,7 +255,7 @@ def test_heads_of_levit_and_of_vision_transformers_find_their_names(two_heads):
         (file,) = make().file.values()
         weight = file.get('head.weight', file.get('head.layers.head.weight'))
         for model, name in ((vit, 'head.layers.head.weight'), (linear, 'head.fc.weight')):
-            assert torch.equal(convert(file, model)[0][name], weight)
+            assert torch.equal(translate(file, model)[0][name], weight)
     DefaultScope._instance_dict.clear()
 
 
@@ -282,5 +282,5 @@ def test_a_url_is_fetched_once(tmp_path, monkeypatch):
             model.init_weights()
         server.shutdown()
     assert fetched == ['/b0.pth']
-    right, _ = convert(small_state(), model)
+    right, _ = translate(small_state(), model)
     assert all(torch.equal(model.state_dict()[key], value) for key, value in right.items())

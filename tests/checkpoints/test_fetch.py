@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save, save_file
 
 from mmdtn.backbones import PVTDTN
-from mmdtn.checkpoints import convert, load, read
+from mmdtn.checkpoints import load, read, translate
 from mmdtn.checkpoints.fetch import NotFetched, fetch, local_copy
 
 from .test_damaged_files import SMALL, as_bytes, small_state
@@ -122,7 +122,7 @@ def test_safetensors_fill_a_backbone(server, tmp_path):
         init_cfg = dict(type='Pretrained', checkpoint=str(source))
         model = PVTDTN(SMALL, norm_cfg=dict(type='LN'), init_cfg=init_cfg)
         model.init_weights()
-        right, _ = convert(state, model)
+        right, _ = translate(state, model)
         assert all(torch.equal(model.state_dict()[key], value) for key, value in right.items())
     (tmp_path / 'cut.safetensors').write_bytes(body[:-100])
     with pytest.raises(ValueError, match='damaged safetensors'):

@@ -8,7 +8,7 @@ from mmengine.config import Config
 from mmengine.registry import MODELS
 
 from mmdtn.backbones import PVTDTN, LeViTDTN, SwinDTN, T2TViTDTN, ViTDTN
-from mmdtn.checkpoints import convert
+from mmdtn.checkpoints import translate
 from mmdtn.norms import DTN
 from mmdtn.norms.dtn import local_start
 
@@ -50,7 +50,7 @@ def test_outputs_stay(kind):
     want = before(x)
     for start, tolerance in ((1.0, 1e-5), (0.999, 1e-2)):
         after = backbone(**warm).eval()
-        state, report = convert(before.state_dict(), after, warm_start=start)
+        state, report = translate(before.state_dict(), after, warm_start=start)
         assert report.kept == [] and report.dropped == {}
         after.load_state_dict(state)
         layers = [m for m in after.modules() if isinstance(m, DTN)]
@@ -76,7 +76,7 @@ def test_outputs_of_published_vit_stay(make, dtn_layers):
     options = dict(norm_cfg=dict(type='DTN', prenorm=False, eps=1e-6), dtn_layers=dtn_layers)
     for start in (1.0, 0.999):
         model = ViTDTN('t', **options, cls_from=0).eval()
-        state, report = convert(peer.file.get('state_dict', peer.file), model, warm_start=start)
+        state, report = translate(peer.file.get('state_dict', peer.file), model, warm_start=start)
         assert report.kept == [] and len(report.filled) == 3 * 2 * dtn_layers
         model.load_state_dict(state)
         (got,) = model(x)
@@ -85,7 +85,7 @@ def test_outputs_of_published_vit_stay(make, dtn_layers):
         assert (start == 1 or not torch.equal(got, want)) and (got - want).norm() <= 1e-2 * want.norm()
     if dtn_layers == 10:
         with pytest.raises(ValueError, match=r'takes it before block 10.*cls_from=0'):
-            convert(peer.file.get('state_dict', peer.file), ViTDTN('t', **options), warm_start=0.999)
+            translate(peer.file.get('state_dict', peer.file), ViTDTN('t', **options), warm_start=0.999)
 
 
 @pytest.mark.parametrize('make', [published.t2t, published.mmpretrain_t2t], ids=['authors', 'mmpretrain'])
@@ -96,7 +96,7 @@ def test_outputs_of_published_t2t_stay(make):
     (state,) = peer.file.values()
     for start in (1.0, 0.999):
         model = T2TViTDTN('t-14', norm_cfg=dict(type='DTN', prenorm=False), cls_from=0).eval()
-        converted, report = convert(state, model, warm_start=start)
+        converted, report = translate(state, model, warm_start=start)
         assert report.kept == [] and len(report.filled) == 3 * 2 * 10
         model.load_state_dict(converted)
         (got,) = model(x)
@@ -109,12 +109,12 @@ def test_levit_has_no_norm_that_dtn_could_start_from():
     file = published.levit().file['model']
     for norm in ('DTN', 'LN'):
         with pytest.raises(ValueError, match=r'levit files have no norm in front.*norm_cfg=None'):
-            convert(file, LeViTDTN('128s', norm_cfg=dict(type=norm)), warm_start=0.999 if norm == 'DTN' else None)
+            translate(file, LeViTDTN('128s', norm_cfg=dict(type=norm)), warm_start=0.999 if norm == 'DTN' else None)
 
 
 def test_the_lambdas_can_be_learned_from_there():
     model = PVTDTN(PVT, norm_cfg=dict(type='DTN', prenorm=False, eps=1e-6), drop_path_rate=0.0)
-    state, _ = convert(PVTDTN('tiny', norm_cfg=LN).state_dict(), model, warm_start=0.999)
+    state, _ = translate(PVTDTN('tiny', norm_cfg=LN).state_dict(), model, warm_start=0.999)
     model.load_state_dict(state)
     sum(m.square().mean() for m in model(torch.randn(1, 3, 64, 64))).backward()
     assert all(m.mean_mix.grad.abs().max() > 0 for m in model.modules() if isinstance(m, DTN))
@@ -123,7 +123,7 @@ def test_the_lambdas_can_be_learned_from_there():
 def test_our_own_layernorm_model_keeps_its_attention():
     with pytest.raises(ValueError, match='has 1 heads in mmdtn-pvt files, but 4 in the target'):
         wrong = PVTDTN('tiny', norm_cfg=dict(type='DTN', prenorm=False))
-        convert(PVTDTN('tiny', norm_cfg=LN).state_dict(), wrong, warm_start=0.999)
+        translate(PVTDTN('tiny', norm_cfg=LN).state_dict(), wrong, warm_start=0.999)
 
 
 @pytest.mark.parametrize(
@@ -143,7 +143,7 @@ def test_our_own_layernorm_model_keeps_its_attention():
 )
 def test_what_would_not_be_the_same_model_is_refused(options, start, words):
     with pytest.raises(ValueError, match=words):
-        convert(published.mmdet_pvt().file['state_dict'], PVTDTN(**options), warm_start=start)
+        translate(published.mmdet_pvt().file['state_dict'], PVTDTN(**options), warm_start=start)
 
 
 CONFIGS = sorted((Path(__file__).parents[2] / 'configs').glob('*/*_warmstart_*.py'))

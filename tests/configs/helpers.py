@@ -13,6 +13,7 @@ from mmengine.structures import InstanceData
 from mmengine.utils import import_modules_from_strings
 from torch import nn
 
+from mmdtn.models import read_config
 from mmdtn.norms import DTN
 
 read = functools.cache(Config.fromfile)  # for many tests of one config
@@ -125,7 +126,7 @@ def weight_decay_of_each_parameter(model: nn.Module, optim_wrapper: dict) -> dic
 
 def added_flops(with_dtn: Path, with_ln: Path, side: int = 224) -> float:
     """The share of FLOPs that DTN adds at ``side`` pixels."""
-    from tools.analysis_tools.get_flops import build, count
+    from tools.analysis_tools.get_flops import count, counted
 
-    flops, without = (count(build(str(config)), (side, side))[0] for config in (with_dtn, with_ln))
+    flops, without = (count(counted(read_config(config)), (side, side))[0] for config in (with_dtn, with_ln))
     return flops / without - 1

@@ -14,7 +14,7 @@ from mmengine.runner import Runner
 from PIL import Image
 from timm.layers import DropPath
 
-from mmdtn.engine import AdaptiveClipHook
+from mmdtn.engine.hooks import AdaptiveClipHook
 from mmdtn.norms import DTN
 
 from .helpers import read

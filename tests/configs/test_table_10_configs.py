@@ -8,8 +8,9 @@ import yaml
 from mmengine.registry import MODELS
 from timm.utils import reparameterize_model
 
+from mmdtn.models import read_config
 from mmdtn.norms import DTN
-from tools.analysis_tools.get_flops import build, count
+from tools.analysis_tools.get_flops import count, counted
 
 from .helpers import classifier_trains_a_step_and_infers, load, weight_decay_of_each_parameter
 
@@ -50,11 +51,11 @@ PUBLISHED = {
 @pytest.mark.slow
 @pytest.mark.parametrize('name', PUBLISHED)
 def test_flops_and_parameters_are_the_published_ones(name):
-    flops, parameters = count(build(str(CONFIGS / f'{name}.py')), (224, 224))
+    flops, parameters = count(counted(read_config(CONFIGS / f'{name}.py')), (224, 224))
     published, exactly = PUBLISHED[name]
     assert flops / 1e9 == pytest.approx(published, rel=0.02) and parameters == exactly
     with_dtn = name.replace('_8x', '-dtn_8x')
-    more, larger = count(build(str(CONFIGS / f'{with_dtn}.py')), (224, 224))
+    more, larger = count(counted(read_config(CONFIGS / f'{with_dtn}.py')), (224, 224))
     assert 0 < more / flops - 1 < 0.02 and 0 < larger / parameters - 1 < 0.002
 
 

@@ -41,9 +41,9 @@ def test_with_lambdas_of_one_and_no_prenorm_it_is_layernorm(family):
 def test_a_published_file_becomes_a_cascade_with_dtn(family):
     file = weights(SMALL[family])
     plain = cascade(SMALL[family])
-    plain.load_state_dict(checkpoints.convert(file, plain)[0])
+    plain.load_state_dict(checkpoints.translate(file, plain)[0])
     model = cascade(SMALL[family], norm_cfg=dict(type='DTN', prenorm=False, eps=EPS[family]))
-    ours, report = checkpoints.convert(file, model, warm_start=1.0)
+    ours, report = checkpoints.translate(file, model, warm_start=1.0)
     assert sum('lambda' in what for what in report.filled.values()) > 0
     model.load_state_dict(ours)
     x = torch.randn(1, 3, 224, 224)

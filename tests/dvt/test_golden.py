@@ -33,7 +33,7 @@ CASES = [
 def test_outputs_are_those_of_the_authors_code(name, reuse):
     features, relations = REUSES[reuse]
     model = DVT(name, reuse_features=features, reuse_relations=relations).eval()
-    ours, _ = checkpoints.convert(weights(MODELS[name], features, relations), model)
+    ours, _ = checkpoints.translate(weights(MODELS[name], features, relations), model)
     model.load_state_dict(ours)
     upstream, handed_on, logits = None, [], []
     for i in range(3):

@@ -59,7 +59,7 @@ def test_exporter_is_the_inverse_of_the_importer(family, reuse):
     features, relations = REUSES[reuse]
     file = weights(SMALL[family], features, relations)
     model = cascade(SMALL[family], features, relations)
-    ours, report = checkpoints.convert(file, model)
+    ours, report = checkpoints.translate(file, model)
     assert report.format == 'dvt' and report.kept == [] and report.dropped == {}
     model.load_state_dict(ours)
     back = checkpoints.to_dvt(model)
@@ -71,7 +71,7 @@ def test_exporter_is_the_inverse_of_the_importer(family, reuse):
 def check_against_the_oracle(m: Model, features: bool, relations: bool) -> None:
     file, x = weights(m, features, relations), images()
     model = cascade(m, features, relations)
-    model.load_state_dict(checkpoints.convert(file, model)[0])
+    model.load_state_dict(checkpoints.translate(file, model)[0])
     for got, want in zip(model(x), oracle.cascade(file, x, m.heads), strict=True):
         assert (got - want).abs().max() < 1e-5 * want.abs().max()
 
@@ -140,16 +140,18 @@ def test_files_that_do_not_fit_are_refused_by_name(change, words):
     file = small_file()
     change(file)
     with pytest.raises(ValueError, match=words):
-        checkpoints.convert(file, cascade(SMALL['t2t']))
+        checkpoints.translate(file, cascade(SMALL['t2t']))
 
 
 def test_files_of_other_models_are_refused():
     file = {key.removeprefix('normal_token.'): value for key, value in small_file().items() if 'normal' in key}
     with pytest.raises(ValueError, match='t2t file is for a T2TViTDTN, but the target has a DVT'):
-        checkpoints.convert(file, cascade(SMALL['t2t']))
+        checkpoints.translate(file, cascade(SMALL['t2t']))
     published = Model('t2t', 256, 1, 4, 256)
     with pytest.raises(ValueError, match='4 heads in dvt files, but 2 in the target'):
-        checkpoints.convert(weights(published, relations=False), cascade(published._replace(heads=2), relations=False))
+        checkpoints.translate(
+            weights(published, relations=False), cascade(published._replace(heads=2), relations=False)
+        )
 
 
 def test_models_that_the_layout_cannot_hold_are_not_exported():

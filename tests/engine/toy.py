@@ -12,7 +12,7 @@ from mmengine.runner import Runner
 from torch import nn
 from torch.utils.data import Dataset
 
-from mmdtn.engine import PendingGradientsHook, WholeCheckpointHook
+from mmdtn.engine.hooks import PendingGradientsHook, WholeCheckpointHook
 
 
 class Noisy(Dataset):

@@ -16,7 +16,7 @@ from mmengine.visualization import TensorboardVisBackend
 from safetensors.torch import save_file
 
 from mmdtn.datasets import write_classification, write_coco
-from mmdtn.engine import StopOnNonFiniteHook
+from mmdtn.engine.hooks import StopOnNonFiniteHook
 from mmdtn.engine.launch import make_dependable
 from mmdtn.errors import UserError
 from tests.training import REPO, run_tool, write_classifier, write_detector

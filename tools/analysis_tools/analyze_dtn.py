@@ -8,11 +8,12 @@ The backbone is PVTDTN, SwinDTN or ViTDTN, bare, in a classifier or in a detecto
 import argparse
 from pathlib import Path
 
-from mmdtn.analysis import sections
+from mmdtn.analysis.look import choose_images
 from mmdtn.analysis.observe import observe
-from mmdtn.analysis.report import Report
-from mmdtn.analysis.subject import choose_images, load
 from mmdtn.errors import UserError, readable_errors
+from mmdtn.models import load
+from mmdtn.reports import sections
+from mmdtn.reports.report import Report
 
 
 def analyze(args: argparse.Namespace) -> Path:

@@ -26,8 +26,8 @@ from torch import Tensor, nn
 from mmdtn.analysis import SavedBytes
 from mmdtn.analysis.traffic import count_backbone
 from mmdtn.backbones import PVTDTN, SwinDTN, ViTDTN
-from mmdtn.engine.memory import keep_freed_memory
-from mmdtn.fuse import fuse
+from mmdtn.engine.cpu import keep_freed_memory
+from mmdtn.surgery.fusion import fuse
 
 LN = dict(type='LN')
 BN = dict(norm_cfg=dict(type='BN'), other_norm_cfg=dict(type='BN'))

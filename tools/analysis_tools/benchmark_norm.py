@@ -21,7 +21,7 @@ from torch import nn
 
 from mmdtn.analysis import SavedBytes
 from mmdtn.analysis.traffic import Traffic, count_dtn, count_layernorm
-from mmdtn.engine.memory import keep_freed_memory
+from mmdtn.engine.cpu import keep_freed_memory
 from mmdtn.norms import DTN
 
 # B, C, heads, height, width, pool size

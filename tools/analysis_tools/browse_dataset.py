@@ -11,11 +11,11 @@ from typing import Any
 
 import numpy as np
 from mmengine.config import Config, DictAction
-from mmengine.registry import DATASETS, VISUALIZERS, init_default_scope
+from mmengine.registry import DATASETS, VISUALIZERS
 from mmengine.runner import set_random_seed
-from mmengine.utils import import_modules_from_strings
 
-from mmdtn.errors import UserError, read_config, readable_errors
+from mmdtn.errors import UserError, readable_errors
+from mmdtn.models import read_config
 from mmdtn.registry import package_of
 
 SMALLEST = 480  # pixels of the longer side: smaller images are drawn enlarged, so that labels can be read
@@ -23,9 +23,6 @@ SMALLEST = 480  # pixels of the longer side: smaller images are drawn enlarged, 
 
 def browse(cfg: Config, split: str, out: Path, number: int) -> list[Path]:
     """The pictures written, of images that are spread evenly over the data set."""
-    if 'custom_imports' in cfg:
-        import_modules_from_strings(**cfg.custom_imports)
-    init_default_scope(cfg.get('default_scope', 'mmengine'))
     if not cfg.get(f'{split}_dataloader'):
         raise UserError(f'the config has no {split}_dataloader.')
     set_random_seed(cfg.get('randomness', {}).get('seed') or 0)
@@ -82,8 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if args.number < 1:
         parser.error(f'--number {args.number}: at least one image')
     with readable_errors(args.debug):
-        cfg = read_config(args.config)
-        cfg.merge_from_dict(args.cfg_options or {})
+        cfg = read_config(args.config, args.cfg_options)
         print(f'written: {len(browse(cfg, args.split, args.out, args.number))} pictures in {args.out}')
 
 

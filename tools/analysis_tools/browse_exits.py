@@ -13,10 +13,11 @@ import mmcv
 from mmengine.dataset import BaseDataset
 from numpy.typing import NDArray
 
-from mmdtn.analysis.exits import examples
-from mmdtn.analysis.figures import COLUMNS
 from mmdtn.dvt.evaluate import Answers, answers, build_loader, load_cascade
-from mmdtn.errors import read_config, readable_errors
+from mmdtn.errors import readable_errors
+from mmdtn.models import read_config
+from mmdtn.reports.exits import examples
+from mmdtn.reports.figures import COLUMNS
 
 
 def first_right(found: Answers, labels: list[int], number: int) -> list[int]:

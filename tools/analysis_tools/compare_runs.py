@@ -9,10 +9,10 @@ import statistics
 from collections import defaultdict
 from pathlib import Path
 
-from mmdtn.analysis import figures
-from mmdtn.analysis.curves import Run, mean_and_spread, read_run, unit
-from mmdtn.analysis.report import DPI, write_csv
+from mmdtn.analysis.curves import Curves, mean_and_spread, read_run, unit
 from mmdtn.errors import UserError, nearest, readable_errors
+from mmdtn.reports import figures
+from mmdtn.reports.report import DPI, write_csv
 
 METRICS = ('loss', 'coco/bbox_mAP', 'coco/segm_mAP', 'accuracy/top1')
 LOWER_IS_BETTER = ('loss', 'error')  # in a name
@@ -27,7 +27,7 @@ def config_name(source: Path) -> str:
     return configs[0].stem if len(configs) == 1 else folder.name
 
 
-def summary(groups: dict[str, list[Run]], metrics: list[str]) -> list[list[str]]:
+def summary(groups: dict[str, list[Curves]], metrics: list[str]) -> list[list[str]]:
     """For each config and metric: how many runs, the last step that all have, and the values there and at best."""
     rows = []
     for name, runs in groups.items():
@@ -50,7 +50,7 @@ def _value(mean: float, std: float, count: int) -> str:
 
 
 def compare(args: argparse.Namespace) -> None:
-    groups: dict[str, list[Run]] = defaultdict(list)
+    groups: dict[str, list[Curves]] = defaultdict(list)
     for source in args.runs:
         groups[config_name(source)].append(read_run(source))
     everything = {key for runs in groups.values() for run in runs for key in run}

@@ -16,14 +16,15 @@ from collections.abc import Callable
 
 import timm
 import torch
-from mmengine.registry import MODELS, init_default_scope
+from mmengine.registry import MODELS
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from mmdtn.convert import Report, convert_norms
-from mmdtn.errors import read_config, readable_errors
+from mmdtn import models
+from mmdtn.errors import readable_errors
 from mmdtn.norms import DTN
 from mmdtn.norms.dtn import mix_of
+from mmdtn.surgery import ConversionReport, convert_norms
 
 TIMM = [
     'vit_tiny_patch16_224', 'deit3_small_patch16_224', 'beit_base_patch16_224', 'eva02_tiny_patch14_224',
@@ -48,9 +49,7 @@ def build(name: str) -> tuple[nn.Module, tuple[int, int]]:
     """A model with weights that let a difference show, and the size of images that it was made for."""
     torch.manual_seed(0)
     if name.endswith('.py'):
-        cfg = read_config(name)
-        init_default_scope(cfg.get('default_scope', 'mmengine'))
-        model, size = MODELS.build(cfg.model.backbone), (224, 224)
+        model, size = models.build_backbone(models.read_config(name)), (224, 224)
     elif name in MM:
         model, size = MODELS.build(dict(type=name, **MM[name])), (224, 224)
     else:
@@ -72,7 +71,7 @@ def difference(model: nn.Module, converted: nn.Module, size: tuple[int, int], of
     return max(float(measure(a - b) / measure(a)) for a, b in zip(outputs, new, strict=True))
 
 
-def measure(model: nn.Module, size: tuple[int, int]) -> tuple[Report, list[float]]:
+def measure(model: nn.Module, size: tuple[int, int]) -> tuple[ConversionReport, list[float]]:
     """The report; differences at the example's size and, of a model that takes others, at one unseen; the change."""
     converted = copy.deepcopy(model)
     report = convert_norms(converted, size, warm_start=1.0)
@@ -90,7 +89,7 @@ def measure(model: nn.Module, size: tuple[int, int]) -> tuple[Report, list[float
     return report, [*numbers, difference(model, converted, size, of_all=True)]
 
 
-def grids(report: Report) -> str:
+def grids(report: ConversionReport) -> str:
     """Each once: those of one form together, and how many tokens are in front of them."""
     found: dict[tuple[str, int], list[str]] = {}
     for norm in report.converted.values():
@@ -101,7 +100,7 @@ def grids(report: Report) -> str:
     return '; '.join(f'`{form}` {sides}{behind}' for sides, behind, form in words)
 
 
-def reasons(report: Report) -> str:
+def reasons(report: ConversionReport) -> str:
     """Why norms stay, each kind once."""
     short = {
         'in no residual block': 'no block',
@@ -118,7 +117,7 @@ def reasons(report: Report) -> str:
     return ', '.join(f'{number} {name}' for name, number in found.items())
 
 
-def row(name: str, report: Report, numbers: list[float]) -> str:
+def row(name: str, report: ConversionReport, numbers: list[float]) -> str:
     seen = f'{numbers[0]:.0e}' if numbers else ''
     unseen = f'{numbers[1]:.0e}' if len(numbers) == 3 else 'one size' if numbers else ''
     change = f'{numbers[-1]:.0e}' if numbers else ''

@@ -8,25 +8,19 @@ import argparse
 
 import torch
 from mmengine.config import Config
-from mmengine.registry import MODELS, init_default_scope
-from mmengine.utils import import_modules_from_strings
+from mmengine.registry import MODELS
 from torch import nn
 
 from mmdtn.analysis import exit_flops, flops_by_module
 from mmdtn.dvt import DVT
-from mmdtn.errors import read_config, readable_errors
+from mmdtn.errors import readable_errors
+from mmdtn.models import build, build_backbone, read_config
 from mmdtn.registry import class_of, package_of
 
 
-def build(config: str) -> nn.Module:
+def counted(cfg: Config) -> nn.Module:
     """The classifier or cascade, or the detector's backbone, without pretrained weights."""
-    cfg = read_config(config)
-    import_modules_from_strings(**cfg.get('custom_imports', dict(imports=['mmdtn'])))
-    init_default_scope(cfg.get('default_scope', 'mmengine'))
-    if is_whole(cfg):
-        cfg.model.pop('train_cfg', None)
-        return MODELS.build(cfg.model).eval()
-    return MODELS.build(cfg.model.backbone).eval()
+    return build(cfg) if is_whole(cfg) else build_backbone(cfg)
 
 
 def is_whole(cfg: Config) -> bool:
@@ -50,9 +44,10 @@ def main() -> None:
 
 
 def show(config: str, height: int, width: int) -> None:
-    model = build(config)
+    cfg = read_config(config)
+    model = counted(cfg)
     flops, parameters = count(model, (height, width))
-    what = config if is_whole(read_config(config)) else f'the backbone of {config}'
+    what = config if is_whole(cfg) else f'the backbone of {config}'
     print(f'{what}: {flops / 1e9:.3f} GFLOPs at {height} x {width}, {parameters / 1e6:.2f}M parameters')
     if isinstance(model, DVT):
         costs = exit_flops(model, torch.zeros(1, 3, height, width))

@@ -19,8 +19,6 @@ from mmengine.config import Config
 from mmengine.dist import is_main_process
 from PIL import Image
 
-from mmdtn.analysis import figures
-from mmdtn.analysis.report import DPI, write_csv
 from mmdtn.datasets.corruption import SEVERITIES, Corruption, chosen
 from mmdtn.engine.launch import add_common_options, check_exists, leave_together, load_config
 from mmdtn.errors import UserError, readable_errors
@@ -28,7 +26,7 @@ from mmdtn.evaluation.cells import (
     CLEAN,
     CellFile,
     Cells,
-    Subject,
+    CellTester,
     cell_name,
     digest,
     settings_digest,
@@ -41,6 +39,8 @@ from mmdtn.evaluation.robustness import (
     mean_error,
     performance,
 )
+from mmdtn.reports import figures
+from mmdtn.reports.report import DPI, write_csv
 
 ACCURACY, APS = 'accuracy/top1', ('coco/bbox_mAP', 'coco/segm_mAP')
 
@@ -110,7 +110,7 @@ def measure(args: argparse.Namespace, file: CellFile, label: str, config: str, c
     if not todo:
         return cells
     cfg.work_dir = args.work_dir or str(args.out / 'logs' / re.sub(r'[^\w.-]+', '-', label))
-    subject = Subject(cfg, checkpoint, args.strict, args.pictures)
+    subject = CellTester(cfg, checkpoint, args.strict, args.pictures)
     for number, (name, run) in enumerate(todo, 1):
         cells[name] = run(subject)
         file.save()

@@ -16,6 +16,7 @@ from PIL import Image
 
 from mmdtn.datasets.corruption import SEVERITIES, Corruption, chosen
 from mmdtn.errors import UserError, readable_errors
+from mmdtn.files import write_whole
 
 ENDINGS = ('.jpg', '.jpeg', '.png')
 SAMPLED = 8  # pictures, from which the size is estimated
@@ -63,10 +64,7 @@ def write(job: tuple[Path, list[tuple[str, int, Path]], int]) -> int:
         return 0
     rgb = read(source)
     for name, severity, target in todo:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        beside = target.with_name(f'{target.name}.partial')
-        beside.write_bytes(encode(corrupted(rgb, name, severity, source), target, quality))
-        os.replace(beside, target)
+        write_whole(target, encode(corrupted(rgb, name, severity, source), target, quality))
     return len(todo)
 
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import torch
 
-from mmdtn.deployment import FORMATS, export
 from mmdtn.errors import readable_errors
+from mmdtn.export import FILE_KINDS, export
 
 
 def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -21,7 +21,7 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument('--out', required=True, type=Path, metavar='FILE')
     parser.add_argument('--raw', action='store_true', help='what the head computes, for any single-stage detector')
     parser.add_argument('--size', type=int, nargs=2, metavar=('H', 'W'), help='that the file takes; open if not said')
-    parser.add_argument('--format', choices=FORMATS, default='onnx', help='(default: %(default)s)')
+    parser.add_argument('--format', choices=FILE_KINDS, default='onnx', help='(default: %(default)s)')
     parser.add_argument('--debug', action='store_true', help='show the traceback of every error')
     args = parser.parse_args(arguments)
     if args.out.suffix != f'.{args.format}':

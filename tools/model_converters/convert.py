@@ -12,24 +12,16 @@ from pathlib import Path
 from typing import Any
 
 from mmengine.config import Config
-from mmengine.registry import MODELS, init_default_scope
-from mmengine.utils import import_modules_from_strings
 
 import mmdtn
 from mmdtn import checkpoints
-from mmdtn.backbones import PVTDTN, LeViTDTN, SwinDTN, T2TViTDTN, ViTDTN
 from mmdtn.backbones.base import Backbone
 from mmdtn.backbones.pvt import DTN_HEADS, LN_HEADS
-from mmdtn.checkpoints.convert import split
-from mmdtn.checkpoints.formats import FORMATS, State, recognise
-
-CLASSES = {
-    'PVTDTN': (PVTDTN, 'cls_token'),
-    'SwinDTN': (SwinDTN, 'avg_featmap'),
-    'ViTDTN': (ViTDTN, 'cls_token'),
-    'T2TViTDTN': (T2TViTDTN, 'cls_token'),
-    'LeViTDTN': (LeViTDTN, 'avg_featmap'),
-}
+from mmdtn.checkpoints.dtn import NORM_CFG as DTN_AUTHORS
+from mmdtn.checkpoints.format import State
+from mmdtn.checkpoints.formats import FORMATS, recognise
+from mmdtn.checkpoints.translation import split
+from mmdtn.models import build, read_config
 
 
 def parse_args() -> argparse.Namespace:
@@ -51,33 +43,29 @@ def parse_args() -> argparse.Namespace:
 
 
 def from_config(path: str) -> Config:
-    cfg = Config.fromfile(path)
-    import_modules_from_strings(**cfg.get('custom_imports', dict(imports=['mmdtn'])))
-    init_default_scope(cfg.get('default_scope', 'mmengine'))
+    cfg = read_config(path)
     cfg.model.get('backbone', cfg.model).init_cfg = None
     return cfg
 
 
 def from_arch(name: str, state: State, said: str, warm_start: bool) -> Config:
-    """The backbone that computes what the file's model does, with its class token where it has one."""
-    kind = recognise(split(state)[0], said)
-    if kind.startswith('mmdtn'):
+    """The backbone that computes what the model of the file does, with a class token where that has one."""
+    file = recognise(split(state)[0], said)
+    kind = FORMATS[file]
+    if kind.is_own:
         raise ValueError('A file of this package needs --to CONFIG: its tensors do not tell how it was configured.')
-    if FORMATS[kind].backbone not in CLASSES:
-        raise ValueError(f'A {kind} file needs --to CONFIG: it holds a whole model, a {FORMATS[kind].backbone}.')
-    backbone, out_type = CLASSES[FORMATS[kind].backbone]
-    norm_cfg: dict[str, Any] | None = None if backbone is LeViTDTN else dict(type='LN')
+    if kind.out_type is None:
+        raise ValueError(f'A {file} file needs --to CONFIG: it holds a whole model, a {kind.backbone}.')
+    norm_cfg = kind.norm_cfg
     arch: str | dict = name
-    options: dict[str, Any] = dict(out_type='featmap' if kind.startswith('mmdet') else out_type)
-    if kind.startswith('dtn'):
-        norm_cfg = dict(type='DTN', unbiased=True, pool_second_moment=False)
-    elif warm_start:
-        norm_cfg = dict(type='DTN', prenorm=False, eps=1e-6 if backbone in (PVTDTN, ViTDTN) else 1e-5)
-        if backbone is PVTDTN:
+    options: dict[str, Any] = dict(out_type=kind.out_type)
+    if warm_start and norm_cfg != DTN_AUTHORS:
+        norm_cfg = dict(type='DTN', prenorm=False, eps=1e-6 if kind.backbone in ('PVTDTN', 'ViTDTN') else 1e-5)
+        if kind.backbone == 'PVTDTN':
             arch = dict(base=name, num_heads=LN_HEADS, norm_heads=DTN_HEADS)
-        elif backbone in (ViTDTN, T2TViTDTN):
+        elif kind.backbone in ('ViTDTN', 'T2TViTDTN'):
             options['cls_from'] = 0  # as in the file
-    return Config(dict(model=dict(type=backbone.__name__, arch=arch, norm_cfg=norm_cfg, **options)))
+    return Config(dict(model=dict(type=kind.backbone, arch=arch, norm_cfg=norm_cfg, **options)))
 
 
 def main() -> None:
@@ -89,8 +77,8 @@ def main() -> None:
             cfg = from_config(args.to)
         else:
             cfg = from_arch(args.to, state, args.format, args.warm_start is not None)
-        model = MODELS.build(cfg.model)
-        converted, report = checkpoints.convert(
+        model = build(cfg)
+        converted, report = checkpoints.translate(
             state, model, args.format, args.warm_start, args.resize, settings=settings
         )
     except (ValueError, FileNotFoundError) as error:

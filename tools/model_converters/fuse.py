@@ -13,27 +13,27 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from mmengine.config import Config
 from torch import Tensor, nn
 
 import mmdtn
 from mmdtn import checkpoints
 from mmdtn.analysis import flops_by_module
-from mmdtn.analysis.subject import load
 from mmdtn.backbones import LeViTDTN
 from mmdtn.backbones.base import Backbone
-from mmdtn.engine.memory import keep_freed_memory
+from mmdtn.engine.cpu import keep_freed_memory
 from mmdtn.errors import UserError, readable_errors
-from mmdtn.fuse import Outcome, fuse
+from mmdtn.models import load
 from mmdtn.registry import package_of
+from mmdtn.surgery.fusion import FusedNorm, fuse
 
 
-def convert(config: str, checkpoint: str, out: Path) -> tuple[nn.Module, nn.Module, list[Outcome], int]:
+def convert(config: str, checkpoint: str, out: Path) -> tuple[nn.Module, nn.Module, list[FusedNorm], int]:
     """Writes the fused model beside its config; returns model, fused model, what became of each norm, and channels."""
     for file in (out, out.with_suffix('.py')):
         if file.resolve() in (Path(config).resolve(), Path(checkpoint).resolve()):
             raise UserError(f'--out {out} would overwrite {file}: give another name.')
-    model = load(config, checkpoint).model
+    trained = load(config, checkpoint)
+    model, cfg = trained.model, trained.cfg
     try:
         fused, outcomes = fuse(model)
     except ValueError as error:
@@ -41,7 +41,6 @@ def convert(config: str, checkpoint: str, out: Path) -> tuple[nn.Module, nn.Modu
     names = [o.name.removeprefix('backbone.') for o in outcomes if o.into]
     if not names:
         raise UserError(f'No norm of {config} can be fused: {outcomes[0].why if outcomes else "it has none"}.')
-    cfg = Config.fromfile(config)
     backbone = cfg.model.get('backbone', cfg.model)
     backbone.fused = [*backbone.get('fused', ()), *names]
     backbone.init_cfg, cfg.load_from, cfg.resume = None, None, False
@@ -54,7 +53,7 @@ def convert(config: str, checkpoint: str, out: Path) -> tuple[nn.Module, nn.Modu
     return model, fused, outcomes, backbone.get('in_channels', 3)
 
 
-def show(outcomes: Sequence[Outcome]) -> None:
+def show(outcomes: Sequence[FusedNorm]) -> None:
     width = max(len(o.name) for o in outcomes)
     for o in outcomes:
         print(f'{o.name:{width}}  {o.kind:12} {f"-> {o.into}" if o.into else f"stays: {o.why}"}')

@@ -1,0 +1,227 @@
+"""From any published file to one of our models: every tensor used or named, or an error and nothing done."""
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from timm.layers import resample_abs_pos_embed_nhwc, resize_rel_pos_bias_table
+from torch import Tensor, nn
+
+from mmdtn.norms import DTN
+from mmdtn.norms.dtn import mix_of
+
+from .format import State
+from .formats import FORMATS, recognise
+from .origin import check_origin
+
+# Ends of a backbone that classification and detection do not share; all else has to fit.
+ENDS = r'cls_token|cls_pos|norm[0-3]?\.(weight|bias)'
+# A classifier's last layer in MMPretrain's LinearClsHead and VisionTransformerClsHead; others call it head alone.
+LAST_LAYERS = ('head.fc.', 'head.layers.head.')
+DTN_PARAMETERS = ('mean_mix', 'var_mix', 'position')
+
+
+@dataclass
+class TranslationReport:
+    """What became of each tensor of the file, and of each parameter of the model that the file did not fill."""
+
+    format: str
+    used: int = 0
+    dropped: dict[str, str] = field(default_factory=dict)
+    filled: dict[str, str] = field(default_factory=dict)
+    kept: list[str] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        lines = [f'{self.format}: {self.used} tensors from the file']
+        lines += [f'  dropped {key}: {why}' for key, why in self.dropped.items()]
+        for why in dict.fromkeys(self.filled.values()):
+            keys = [key for key in self.filled if self.filled[key] == why]
+            lines.append(f'  {why}: {keys[0]}' + (f' and {len(keys) - 1} more' if keys[1:] else ''))
+        lines += [f'  {key}: not in the file, keeps its own start' for key in self.kept]
+        return '\n'.join(lines)
+
+
+def translate(
+    state: State,
+    model: nn.Module,
+    source: str = 'auto',
+    warm_start: float | None = None,
+    resize: bool = False,
+    keep: str | None = None,
+    settings: Mapping[str, Any] | None = None,
+) -> tuple[State, TranslationReport]:
+    """``state`` as one that ``model`` loads, a backbone or a classifier or detector around one of ours.
+
+    Args:
+        state: What :func:`read` gives.
+        model: Freshly built; its DTN layers are at their start.
+        source: One of ``CHOICES``.
+        warm_start: For a file with LayerNorm and a model with DTN: both lambdas of every layer.
+        resize: Interpolate position embeddings and bias tables of another size, instead of refusing them.
+        keep: A pattern: parameters of the backbone with such names keep their start, whatever the file has for them.
+        settings: Of the backbone that the file is of, if it says so: :func:`backbone_settings`.
+    """
+    whole = hasattr(model, 'backbone')
+    backbone: nn.Module = model.backbone if whole else model  # type: ignore[assignment]
+    theirs, rest = split(state)
+    name = recognise(theirs, source)
+    report = TranslationReport(name)
+    ours = _translate(theirs, backbone, name, report)
+    target = backbone.state_dict()
+    if keep is not None:
+        kept = {key for key in target if re.fullmatch(keep, key)}
+        ours = {key: value for key, value in ours.items() if key not in kept}
+        target = {key: value for key, value in target.items() if key not in kept}
+        report.kept += sorted(kept)
+    ours = _fit(ours, target, report, resize)
+    _check_function(ours, backbone, name, warm_start)
+    if settings is not None:
+        check_origin(settings, backbone)
+    report.used += len(ours)
+    ours |= _fill(ours, target, report, backbone, warm_start)
+    if not whole:
+        report.dropped |= dict.fromkeys(rest, 'not part of a backbone')
+        return ours, report
+    others = {key: value for key, value in model.state_dict().items() if not key.startswith('backbone.')}
+    fitting = _fit(_heads_as_in(others, rest), others, report, resize, ends='.*')
+    report.used += len(fitting)
+    report.kept += sorted({key.rpartition('.')[0] for key in others.keys() - fitting.keys()})
+    return {f'backbone.{key}': value for key, value in ours.items()} | fitting, report
+
+
+def split(state: State) -> tuple[State, State]:
+    """The backbone's tensors, and those of heads and necks by the names that MM's models have for them."""
+    if any(key.startswith('backbone.') for key in state):
+        theirs = {key.removeprefix('backbone.'): value for key, value in state.items() if key.startswith('backbone.')}
+        return theirs, {key: value for key, value in state.items() if not key.startswith('backbone.')}
+    theirs = {key: value for key, value in state.items() if not key.startswith(('head.', 'head_dist.'))}
+    return theirs, {key: value for key, value in state.items() if key not in theirs}
+
+
+def _heads_as_in(target: State, rest: State) -> State:
+    """``rest`` with the target's names of the last layer, and with MMPretrain's of LeViT's one or two heads."""
+    last = next((name for name in LAST_LAYERS if any(key.startswith(name) for key in target)), LAST_LAYERS[0])
+    out: State = {}
+    for key, value in rest.items():
+        key = re.sub(r'^head\.(fc\.|layers\.head\.)?(?=(weight|bias)$)', last, key)
+        key = re.sub(r'^(head|head_dist)\.(bn\.|linear\.)', r'head.\1.\2', key.replace('.l.', '.linear.'))
+        out[key] = value
+    return out
+
+
+def _translate(theirs: State, backbone: nn.Module, name: str, report: TranslationReport) -> State:
+    kind = FORMATS[name]
+    if kind.backbone != type(backbone).__name__:
+        raise ValueError(f'A {name} file is for a {kind.backbone}, but the target has a {type(backbone).__name__}.')
+    for pattern, why in kind.dropped.items():
+        report.dropped |= {key: why for key in theirs if re.match(pattern, key)}
+    try:
+        out = kind.convert({key: value for key, value in theirs.items() if key not in report.dropped})
+    except (RuntimeError, IndexError, KeyError, TypeError) as error:  # of tensors that do not have the format's shapes
+        raise ValueError(f'Not a whole {name} file, by its tensors: {str(error).splitlines()[0]}') from None
+    return out
+
+
+def _fit(ours: State, target: State, report: TranslationReport, resize: bool, ends: str = ENDS) -> State:
+    """What ``target`` has a place for, in its shape and dtype."""
+    extra = [key for key in ours if key not in target]
+    if strange := [key for key in extra if not re.fullmatch(ends, key)]:
+        raise ValueError(f'The target has no {_some(strange)}. Is it another architecture, or another depth?')
+    report.dropped |= dict.fromkeys(extra, 'the target has no such part')
+    out = {}
+    wrong = []
+    for key in (key for key in ours if key in target):
+        value, want = ours[key], target[key]
+        if value.shape != want.shape and resize and (resized := _resize(key, value, want)) is not None:
+            report.filled[key] = f'resized from {tuple(value.shape)} to {tuple(want.shape)}'
+            value = resized
+        if value.is_floating_point() != want.is_floating_point():
+            wrong.append(f'{key} is {value.dtype} in the file, {want.dtype} in the target')
+        elif value.shape != want.shape:
+            hint = ' (resize=True, or --resize, interpolates it)' if _resize(key, value, want) is not None else ''
+            wrong.append(f'{key} is {tuple(value.shape)} in the file, {tuple(want.shape)} in the target{hint}')
+        else:
+            out[key] = value.to(want.dtype).clone()
+    if wrong:
+        raise ValueError(f'Tensors that do not fit: {_some(wrong)}.')
+    return out
+
+
+def _resize(key: str, value: Tensor, want: Tensor) -> Tensor | None:
+    """``value`` interpolated to the shape of ``want``, for what has a place in an image; else None."""
+    if key.endswith('pos_embed') and value.dim() == 4 and value.shape[3] == want.shape[3]:
+        return resample_abs_pos_embed_nhwc(value, list(want.shape[1:3]))
+    if key.endswith('relative_position_bias_table') and value.dim() == 2 and value.shape[1] == want.shape[1]:
+        window = (math.isqrt(len(want)) + 1) // 2
+        return resize_rel_pos_bias_table(value, (window, window), tuple(want.shape))
+    if key.endswith('attention_biases') and value.dim() == 2 and len(value) == len(want):  # by distance, from 0 on
+        sides = [math.isqrt(table.shape[1]) for table in (value, want)]
+        if [side**2 for side in sides] == [value.shape[1], want.shape[1]]:
+            square = value.view(1, len(value), sides[0], sides[0])
+            return F.interpolate(square, (sides[1], sides[1]), mode='bicubic', align_corners=True).flatten(2)[0]
+    return None
+
+
+def _check_function(ours: State, backbone: nn.Module, name: str, warm_start: float | None) -> None:
+    """That the model computes with these tensors what the file's model did: what no shape tells."""
+    for key in ours:
+        if not re.search(r'\.attn\.(q|qkv)\.weight$', key):
+            continue
+        attention = key.rpartition('.attn.')[0] + '.attn'
+        heads, given = FORMATS[name].heads(attention, ours), backbone.get_submodule(attention).num_heads
+        if heads is not None and heads != given:
+            raise ValueError(
+                f'{attention} has {heads} heads in {name} files, but {given} in the target: choose an arch with the '
+                "heads of the file, as arch=dict(base='tiny', num_heads=(1, 2, 5, 8), norm_heads=(4, 4, 5, 8)) for PVT "
+                'with LayerNorm, where norm_heads are those of DTN.'
+            )
+    if why_not := FORMATS[name].check(backbone):
+        raise ValueError(f'{name} files {why_not}')
+    layers = [m for m in backbone.modules() if isinstance(m, DTN)]
+    for layer in layers:
+        s = layer.settings
+        if warm_start is not None and (s.prenorm or layer.mean_mix is None or layer.var_mix is None):
+            raise ValueError(
+                "A warm start needs norm_cfg=dict(type='DTN', prenorm=False) with both lambdas learned, but the target "
+                f'has DTN({layer.extra_repr()}).'
+            )
+    if warm_start is not None and not layers:
+        raise ValueError('A warm start turns LayerNorm into DTN, but the target has no DTN layer.')
+
+
+def _fill(
+    ours: State, target: State, report: TranslationReport, backbone: nn.Module, warm_start: float | None
+) -> State:
+    """The backbone's parameters that the file has not: from the warm start, or zero, or left alone."""
+    out = {}
+    missing = [key for key in target if key not in ours]
+    without = [key for key in missing if key.rpartition('.')[2] in DTN_PARAMETERS and '.rpe.' not in key]
+    if without and warm_start is None:
+        raise ValueError(
+            f'The target has DTN layers, of which the file has no {_some(without)}. A file with LayerNorm becomes a '
+            'model with DTN by a warm start: warm_start=0.999, or --warm-start.'
+        )
+    for key in without:
+        assert warm_start is not None
+        if key.endswith('position'):
+            out[key], report.filled[key] = target[key].clone(), 'local start'
+        else:
+            out[key], report.filled[key] = torch.full_like(target[key], mix_of(warm_start)), f'lambda {warm_start}'
+    for key in (key for key in missing if key not in without):
+        if re.search(r'\.attn\.(q|kv)\.bias$', key):  # the authors' ViT has none
+            out[key], report.filled[key] = torch.zeros_like(target[key]), 'zero: the file has no such bias'
+        elif key.endswith('.attn.rpe.position'):
+            out[key], report.filled[key] = torch.zeros_like(target[key]), 'zero: the attention of the file has no rpe'
+        elif re.fullmatch(ENDS, key):
+            report.kept.append(key)
+    if lost := [key for key in missing if key not in out and key not in report.kept]:
+        raise ValueError(f'The file has no {_some(lost)}, which the target needs: cut short, or another architecture?')
+    return out
+
+
+def _some(items: list[str]) -> str:
+    return '; '.join(items[:4]) + (f' and {len(items) - 4} more' if len(items) > 4 else '')

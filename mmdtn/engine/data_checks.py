@@ -1,0 +1,139 @@
+"""What is wrong with the data of a run, by file and id, before it is used."""
+
+import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from mmengine.dataset import BaseDataset
+from mmengine.dist import broadcast_object_list, get_rank, is_main_process
+from mmengine.registry import DATASETS
+from mmengine.runner import Runner
+
+from mmdtn.engine.faults import DataError, coco_faults, image_fault
+from mmdtn.registry import class_of
+
+SHOWN = 20  # faults of a file that a message lists
+
+
+def check_data(runner: Runner, names: tuple[str, ...], strict: bool = False) -> None:
+    """Checks what ``names`` (train, val, test) will read, before it is read: the tools call it on a built runner.
+
+    Annotation files are looked at here, because MMDetection leaves out silently what it cannot use. Evaluation sets
+    lose their broken images here too: sampler and metric go by their length, so it may not change on the way. Training
+    sets are large and drawn at random; their images are checked when they are drawn, by SkipBrokenImagesHook.
+    """
+    checked = set()
+    for name in names:
+        loader = getattr(runner, f'_{name}_dataloader')  # the settings; the public name would build it
+        if not isinstance(loader, dict) or not isinstance(loader.get('dataset'), dict):
+            continue
+        for file in _annotation_files(loader['dataset']):
+            if file not in checked:
+                checked.add(file)
+                _report_annotations(runner, *file, strict)
+        if name != 'train':
+            loader['dataset'] = _without_broken_images(runner, DATASETS.build(loader['dataset']), strict)
+
+
+def _annotation_files(dataset: Any) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Of a data set's config and of those that it wraps, with the classes that it is to have."""
+    if isinstance(dataset, list | tuple):
+        for part in dataset:
+            yield from _annotation_files(part)
+    elif isinstance(dataset, dict):
+        path = dataset.get('ann_file')
+        if isinstance(path, str) and path.endswith('.json') and not dataset.get('backend_args'):
+            path = os.path.join(dataset.get('data_root') or '', path)
+            if '://' not in path:
+                yield path, _classes(dataset)
+        yield from _annotation_files(dataset.get('dataset'))
+        yield from _annotation_files(dataset.get('datasets'))
+
+
+def _classes(dataset: Any) -> tuple[str, ...]:
+    """That MMDetection looks for in a COCO file."""
+    kind = class_of(dataset, DATASETS)
+    coco = next((base for base in kind.__mro__ if base.__name__ == 'CocoDataset'), None)
+    if coco is None or kind.load_data_list is not coco.load_data_list:
+        return ()  # others, as LVIS, find their categories in other ways
+    classes = (dataset.get('metainfo') or {}).get('classes') or kind.METAINFO.get('classes') or ()
+    return () if isinstance(classes, str) else tuple(classes)  # a str is the path of a file
+
+
+def _report_annotations(runner: Runner, path: str, classes: tuple[str, ...], strict: bool) -> None:
+    result: list[Any] = [None, None]  # an error that stops the run, and faults
+    if is_main_process():  # one process reads it, all go by what it found
+        try:
+            result[1] = coco_faults(path, classes)
+        except (DataError, OSError) as error:
+            result[0] = error
+    stop, faults = broadcast(result)
+    if stop is not None:
+        raise stop
+    if not faults:
+        return
+    message = f'{path} has {len(faults)} faults:{listed(faults)}'
+    if strict:
+        raise DataError(message)
+    runner.logger.warning(f'{message}\nThey are left out; --strict stops instead.')
+
+
+def listed(faults: list[str]) -> str:
+    """One line for each of the first faults, and how many more there are."""
+    more = f'\n  and {len(faults) - SHOWN} more' if len(faults) > SHOWN else ''
+    return ''.join(f'\n  {fault}' for fault in faults[:SHOWN]) + more
+
+
+def _without_broken_images(runner: Runner, dataset: Any, strict: bool) -> Any:
+    if hasattr(dataset, 'full_init'):
+        dataset.full_init()
+    if not isinstance(dataset, BaseDataset) or not is_local(dataset):
+        return dataset
+    found: list[Any] = [{}, 0]  # by index what is wrong, and the objects in these images
+    if is_main_process():
+        with ThreadPoolExecutor(16) as pool:
+            infos = [dataset.get_data_info(i) for i in range(len(dataset))]
+            faults = pool.map(lambda info: image_fault(info['img_path']) if has_local_file(info) else None, infos)
+            found[0] = {i: describe(infos[i], fault) for i, fault in enumerate(faults) if fault}
+            found[1] = sum(len(infos[i].get('instances', ())) for i in found[0])
+    broken, objects = broadcast(found)
+    if not broken:
+        return dataset
+    if strict:
+        raise DataError(f'{len(broken)} images cannot be used, the first is {next(iter(broken.values()))}')
+    if len(broken) == len(dataset):
+        raise DataError(f'none of the {len(broken)} images can be used, the first is {next(iter(broken.values()))}')
+    message = f'{len(broken)} of {len(dataset)} images for evaluation cannot be used and are left out.'
+    if objects:
+        message += f' Metrics that read an annotation file, as CocoMetric, count their {objects} objects as missed.'
+    runner.logger.warning(message)
+    for line in broken.values():
+        note(runner.log_dir, line)
+    dataset.get_subset_([i for i in range(len(dataset)) if i not in broken])
+    return dataset
+
+
+def broadcast(found: list[Any]) -> list[Any]:
+    """What the main process has found."""
+    broadcast_object_list(found)
+    return found
+
+
+def describe(info: dict, fault: str) -> str:
+    return f'{info["img_path"]} (id {info.get("img_id", info.get("sample_idx"))}): {fault}'
+
+
+def note(log_dir: str, line: str) -> None:
+    """Data workers are processes of their own and may be killed; a short line appended to a file arrives whole."""
+    with open(os.path.join(log_dir, f'skipped_images_{get_rank()}.txt'), 'a') as file:
+        file.write(line + '\n')
+
+
+def is_local(dataset: BaseDataset) -> bool:
+    """Whether images are read as files, as far as the data set and the steps of its pipeline say."""
+    return not any(getattr(part, 'backend_args', None) for part in (dataset, *dataset.pipeline.transforms))
+
+
+def has_local_file(info: dict) -> bool:
+    return isinstance(info.get('img_path'), str) and '://' not in info['img_path']

@@ -1,0 +1,103 @@
+"""What a training run will need, from its first steps."""
+
+import sys
+import tempfile
+import time
+from datetime import timedelta
+from typing import Any
+
+import torch
+from mmengine.config import Config
+from mmengine.dist import get_world_size, is_main_process
+from mmengine.hooks import Hook
+from mmengine.registry import HOOKS
+from mmengine.runner import EpochBasedTrainLoop, Runner
+
+from .data_checks import check_data
+from .launch import add_hook, build_runner, checkpoint_settings
+
+
+def dry_run(cfg: Config, strict: bool = False) -> None:
+    """Builds all of a run, trains and validates a step, reports what the whole takes, and leaves nothing behind."""
+    with tempfile.TemporaryDirectory(prefix='dry-run-') as work_dir:
+        cfg.work_dir = work_dir
+        checkpoint_settings(cfg).pop('out_dir', None)
+        add_hook(cfg, type='DryRunHook')
+        runner = build_runner(cfg)
+        check_data(runner, ('train', 'val'), strict)
+        try:
+            runner.train()
+        except _Done as done:
+            runner.call_hook('after_run')
+            if is_main_process():
+                print(done)
+        finally:
+            runner.visualizer.close()
+            # mmengine would give it, with its folder, to the next run of this process that has one of the same name.
+            type(runner.visualizer)._instance_dict.pop(runner.visualizer.instance_name)
+
+
+class _Done(Exception):
+    """Leaves the training loop; its text is the report."""
+
+
+@HOOKS.register_module()
+class DryRunHook(Hook):
+    """Ends the run after a step that it times. The step before pays for what happens only once."""
+
+    priority = 'LOWEST'
+
+    def before_train(self, runner: Runner) -> None:
+        self.last = runner.iter + min(2, runner.max_iters - runner.iter)
+        self.start = time.perf_counter()
+
+    def after_train_iter(self, runner: Runner, *args: Any, **kwargs: Any) -> None:
+        _wait_for_gpu()
+        step = time.perf_counter() - self.start
+        self.start = time.perf_counter()
+        if runner.iter + 1 < self.last:
+            return
+        total = step * (runner.max_iters - runner.iter)
+        lines = [f'training step: {step:.3f} s, {runner.max_iters} of them in {runner.max_epochs} epochs']
+        if runner.val_loop is not None:
+            batches, runs = len(runner.val_dataloader), _validations(runner)
+            val_step = _time_validation_step(runner)
+            total += val_step * batches * runs
+            lines.append(f'validation step: {val_step:.3f} s, {batches} of them in each of {runs} validations')
+        lines += [f'peak memory: {_peak_memory()}', f'the whole run: {timedelta(seconds=round(total))}']
+        raise _Done('\n'.join(lines))
+
+
+def _time_validation_step(runner: Runner) -> float:
+    runner.model.eval()
+    runner.call_hook('before_val')
+    runner.call_hook('before_val_epoch')
+    start = time.perf_counter()
+    runner.val_loop.run_iter(0, next(iter(runner.val_dataloader)))
+    _wait_for_gpu()
+    seconds = time.perf_counter() - start
+    for metric in runner.val_loop.evaluator.metrics:  # what cannot be measured would end the run after its first epoch
+        metric.evaluate(len(metric.results) * get_world_size())
+    return seconds
+
+
+def _validations(runner: Runner) -> int:
+    by_epoch = isinstance(runner.train_loop, EpochBasedTrainLoop)
+    last = runner.max_epochs if by_epoch else runner.max_iters
+    return sum(n % runner.val_interval == 0 or n == last for n in range(runner.val_begin, last + 1))
+
+
+def _wait_for_gpu() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def _peak_memory() -> str:
+    if torch.cuda.is_available():
+        return f'{torch.cuda.max_memory_allocated() / 2**30:.2f} GB on the GPU'
+    try:
+        import resource
+    except ImportError:
+        return 'not known on this system'
+    unit = 1 if sys.platform == 'darwin' else 1024  # bytes of what getrusage counts
+    return f'{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30:.2f} GB of the process'

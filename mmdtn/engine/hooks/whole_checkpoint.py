@@ -1,0 +1,100 @@
+"""Checkpoints that are whole or absent, whenever the process is killed."""
+
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from mmengine.dist import master_only
+from mmengine.hooks import CheckpointHook
+from mmengine.registry import HOOKS
+from mmengine.runner import Runner
+
+from mmdtn.files import PARTIAL, write_whole_files
+
+
+@HOOKS.register_module()
+class WholeCheckpointHook(CheckpointHook):
+    """``CheckpointHook`` that never leaves half a file, and deletes an old checkpoint only after the new one is there.
+
+    With ``max_keep_ckpts`` or ``save_best``, mmengine deletes first; a process killed then would have nothing left.
+    """
+
+    file_backend: Any
+
+    def before_train(self, runner: Runner) -> None:
+        write_whole_files()
+        super().before_train(runner)
+        self._remove_partial_files()
+
+    @master_only
+    def _remove_partial_files(self) -> None:
+        if '://' not in str(self.out_dir):
+            for leftover in Path(self.out_dir).glob(f'*.pth.*{PARTIAL}'):
+                leftover.unlink()
+
+    def after_train_iter(self, *args: Any, **kwargs: Any) -> None:
+        self._delete_last(super().after_train_iter, *args, **kwargs)
+
+    def after_train_epoch(self, *args: Any, **kwargs: Any) -> None:
+        self._delete_last(super().after_train_epoch, *args, **kwargs)
+
+    def after_val_epoch(self, *args: Any, **kwargs: Any) -> None:
+        self._delete_last(super().after_val_epoch, *args, **kwargs)
+
+    def _delete_last(self, save: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        backend = self.file_backend
+        self.file_backend = postponed = _Postponed(backend)
+        try:
+            save(*args, **kwargs)
+        finally:
+            self.file_backend = backend
+        best = [getattr(self, 'best_ckpt_path', None), *getattr(self, 'best_ckpt_path_dict', {}).values()]
+        for remove, path in postponed.removals:
+            if path not in (self.last_ckpt, *best):  # those may have been written again under the same name
+                remove(path)
+
+
+class _Postponed:
+    """A file backend that notes what is to be deleted."""
+
+    def __init__(self, backend: Any) -> None:
+        self.backend = backend
+        self.removals: list[tuple[Any, str]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.backend, name)
+
+    def remove(self, path: str) -> None:
+        self.removals.append((self.backend.remove, path))
+
+    def rmtree(self, path: str) -> None:
+        self.removals.append((self.backend.rmtree, path))
+
+
+def newest_whole_checkpoint(work_dir: str | Path, *folders: str | Path) -> Path | None:
+    """The last saved file of a work directory, or of other folders, that a run can go on from.
+
+    mmengine goes by ``last_checkpoint``, which may be half written itself, or name a file that is. What it names is
+    tried first: in a copied folder times say nothing.
+    """
+    files = [path for folder in (work_dir, *folders) for path in Path(folder).glob('*.pth')]
+    files.sort(key=lambda path: path.stat().st_mtime_ns, reverse=True)
+    note = Path(work_dir, 'last_checkpoint')
+    named = Path(note.read_text().strip()).name if note.exists() else ''
+    files.sort(key=lambda path: path.name != named)
+    return next((path for path in files if can_resume_from(path)), None)
+
+
+def can_resume_from(path: Path) -> bool:
+    """Whether a file is a complete checkpoint of a training run: its archive is intact, and it has the optimizer."""
+    try:
+        # The end of the archive says where its parts are, and each part has a checksum.
+        with zipfile.ZipFile(path) as archive:
+            if archive.testzip() is not None:
+                return False
+        content = torch.load(path, map_location='cpu', mmap=True, weights_only=False)
+    except Exception:  # whatever a broken file makes torch raise
+        return False
+    return isinstance(content, dict) and {'meta', 'state_dict', 'optimizer'} <= content.keys()

@@ -1,0 +1,255 @@
+"""Runs a model that tools/deployment/export.py wrote: python predict.py model.onnx IMAGE... --out DIR
+
+It needs this file and the model, Python 3.10, numpy, Pillow and onnxruntime. DIR gets predictions.json, and each image
+with what was found in it. `Model(path)(image)` gives the same for one Pillow image.
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+if sys.version_info < (3, 10):  # noqa: UP036  # this file runs where nobody has checked what the package asks for
+    sys.exit('error: predict.py needs Python 3.10 or newer')
+try:
+    import numpy as np
+    import onnxruntime
+    from PIL import Image, ImageDraw, ImageOps
+except ModuleNotFoundError as error:
+    sys.exit(f'error: predict.py needs {error.name}: pip install numpy pillow onnxruntime')
+
+SUFFIXES = ('.jpg', '.jpeg', '.png', '.bmp', '.webp', '.tif', '.tiff')
+TOP = 5  # classes that a classifier names
+WidthHeight = tuple[int, int]
+
+
+class Model:
+    """An exported model; it takes a Pillow image and gives a dict of plain numbers and names."""
+
+    def __init__(self, path: str | Path) -> None:
+        if not Path(path).is_file():
+            raise ValueError(f'{path} does not exist: give the .onnx file that the export wrote')
+        try:
+            self.session = onnxruntime.InferenceSession(str(path), providers=onnxruntime.get_available_providers())
+        except Exception as error:  # onnxruntime has a class for each kind of failure, and no common one
+            raise ValueError(f'{path} cannot be loaded: {str(error).strip().splitlines()[-1]}') from None
+        about = self.session.get_modelmeta().custom_metadata_map.get('mmdtn')
+        if about is None:
+            raise ValueError(f'{path} does not say what it takes: give a file that tools/deployment/export.py wrote')
+        self.about = json.loads(about)
+        if self.about['task'] == 'raw':
+            raise ValueError(
+                f'{path} was exported with --raw: it gives what its head computes, and neither boxes nor classes'
+            )
+
+    def __call__(self, image: Image.Image) -> dict[str, list]:
+        return getattr(self, self.about['task'])(np.asarray(upright(image)))
+
+    def classification(self, pixels: np.ndarray) -> dict[str, list]:
+        pixels = prepare(pixels, self.about['prepare'])
+        height, width = pixels.shape[:2]
+        multiple, fixed = self.about['multiple'], self.about['size']
+        if [height, width] != fixed if fixed else height % multiple or width % multiple:
+            fits = ' x '.join(map(str, fixed)) if fixed else f'sides that {multiple} divides'
+            raise ValueError(f'an image of {height} x {width} pixels does not fit this model, which takes {fits}')
+        (scores,) = self.session.run(None, dict(image=as_batch(pixels)))
+        labels = np.argsort(-scores[0], kind='stable')[:TOP]
+        return dict(labels=labels.tolist(), names=self.names(labels), scores=scores[0][labels].tolist())
+
+    def detection(self, pixels: np.ndarray) -> dict[str, list]:
+        fixed = self.about['size']
+        prepared = prepare(pixels, self.about['prepare'], limit=fixed and (fixed[1], fixed[0]))
+        size = prepared.shape[:2]
+        whole = fixed or [-(-side // self.about['multiple']) * self.about['multiple'] for side in size]
+        padded = np.empty((*whole, 3), dtype=np.float32)
+        padded[:] = self.about['pad']
+        padded[: size[0], : size[1]] = prepared
+        boxes, scores, labels, *grids = self.session.run(
+            None, dict(image=as_batch(padded), size=np.array(size, dtype=np.int64))
+        )
+        down, across = (new / old for new, old in zip(size, pixels.shape[:2], strict=True))
+        boxes = boxes / np.array([across, down, across, down], dtype=np.float32)
+        found = dict(boxes=boxes.tolist(), labels=labels.tolist(), names=self.names(labels), scores=scores.tolist())
+        if grids:
+            shown = (pasted(*one, *pixels.shape[:2]) for one in zip(grids[0], found['boxes'], strict=True))
+            found['masks'] = [run_lengths(mask) for mask in shown]
+        return found
+
+    def names(self, labels: np.ndarray) -> list[str]:
+        classes = self.about['classes']
+        return [classes[label] if label < len(classes) else str(label) for label in labels]
+
+
+def prepare(pixels: np.ndarray, steps: list[dict[str, Any]], limit: WidthHeight | None = None) -> np.ndarray:
+    """``H x W x 3`` as the test pipeline makes it; ``limit``: what it must not exceed."""
+    for step in steps:
+        size = pixels.shape[1], pixels.shape[0]
+        if step['do'] == 'crop':
+            w, h = (min(pair) for pair in zip(step['size'], size, strict=True))
+            left, top = round((size[0] - w) / 2), round((size[1] - h) / 2)
+            pixels = pixels[top : top + h, left : left + w]
+            continue
+        new = resized(size, step)
+        if limit and (new[0] > limit[0] or new[1] > limit[1]):
+            new = fitted(size, min(limit[0] / size[0], limit[1] / size[1]))
+        pixels = (as_opencv if step['backend'] == 'cv2' else as_pillow)(pixels, new, step['interpolation'])
+    return pixels
+
+
+def resized(size: WidthHeight, step: dict[str, Any]) -> WidthHeight:
+    width, height = size
+    if step['do'] == 'resize_edge':
+        edge, scale = step['edge'], step['scale']
+        if edge == 'width' or (edge == 'short' and width < height) or (edge == 'long' and width > height):
+            return scale, int(scale * height / width)
+        return int(scale * width / height), scale
+    if not step['keep_ratio']:
+        return step['scale'][0], step['scale'][1]
+    return fitted(size, min(max(step['scale']) / max(size), min(step['scale']) / min(size)))
+
+
+def fitted(size: WidthHeight, factor: float) -> WidthHeight:
+    return max(1, int(size[0] * factor + 0.5)), max(1, int(size[1] * factor + 0.5))
+
+
+def as_pillow(pixels: np.ndarray, size: WidthHeight, interpolation: str) -> np.ndarray:
+    return np.asarray(Image.fromarray(pixels).resize(size, Image.Resampling[interpolation.upper()]))
+
+
+def as_opencv(pixels: np.ndarray, size: WidthHeight, interpolation: str) -> np.ndarray:
+    """cv2.resize of bytes, bilinear, to the last bit: eleven bits for each weight, four dropped between the axes."""
+    left, right, x, x1 = neighbours(size[0], pixels.shape[1])
+    above, below, y, y1 = neighbours(size[1], pixels.shape[0])
+    rows = pixels.astype(np.int32)
+    rows = (rows[:, left] * x[:, None] + rows[:, right] * x1[:, None]) >> 4
+    mixed = (rows[above] * y[:, None, None] >> 16) + (rows[below] * y1[:, None, None] >> 16)
+    return ((mixed + 2) >> 2).astype(np.uint8)
+
+
+def neighbours(new: int, old: int) -> tuple[np.ndarray, ...]:
+    """Of each new pixel along an axis the two old ones that it lies between, and their weights."""
+    at = ((np.arange(new) + 0.5) * (1 / (new / old)) - 0.5).astype(np.float32)
+    first = np.floor(at)
+    places = (np.clip(first.astype(np.int64) + i, 0, old - 1) for i in (0, 1))
+    weights = (np.rint(weight * np.float32(2048)).astype(np.int32) for weight in (1 - (at - first), at - first))
+    return *places, *weights
+
+
+def pasted(grid: np.ndarray, box: list[float], height: int, width: int) -> np.ndarray:
+    """``height x width``, whether a mask is there: probabilities on the grid of its box, bilinear between, over 1/2."""
+    left, top, right, bottom = box
+    along = []
+    for start, end, cells, pixels in ((top, bottom, grid.shape[0], height), (left, right, grid.shape[1], width)):
+        at = (np.arange(pixels) + 0.5 - start) / (end - start) * cells - 0.5
+        along.append((1 - abs(at[:, None] - np.arange(cells))).clip(min=0))
+    return along[0] @ grid @ along[1].T >= 0.5
+
+
+def run_lengths(mask: np.ndarray) -> dict[str, list[int]]:
+    """COCO's uncompressed code: by columns, beginning with the number of zeros."""
+    flat = mask.ravel(order='F')
+    edges = np.flatnonzero(np.diff(flat)) + 1
+    counts = np.diff(np.concatenate(([0], edges, [flat.size]))).tolist()
+    return dict(size=list(mask.shape), counts=[0, *counts] if flat[0] else counts)
+
+
+def mask_of(code: dict[str, list[int]]) -> np.ndarray:
+    """The mask that ``run_lengths`` wrote down."""
+    on = np.arange(len(code['counts'])) % 2 == 1
+    return np.repeat(on, code['counts']).reshape(code['size'], order='F')
+
+
+def upright(image: Image.Image) -> Image.Image:
+    """RGB, turned as its EXIF data say; of sixteen bits the upper eight, as OpenCV takes them."""
+    image = ImageOps.exif_transpose(image)
+    if image.mode.startswith('I'):
+        image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+    return image.convert('RGB')
+
+
+def as_batch(pixels: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(pixels.transpose(2, 0, 1)[None], dtype=np.float32)
+
+
+def draw(image: Image.Image, found: dict[str, list], threshold: float) -> Image.Image:
+    picture = upright(image)
+    pen = ImageDraw.Draw(picture)
+    if 'boxes' not in found:
+        lines = (f'{name} {score:.2f}' for name, score in zip(found['names'], found['scores'], strict=True))
+        pen.text((4, 4), '\n'.join(lines), fill='white', stroke_width=2, stroke_fill='black')
+        return picture
+    for i, (box, label) in enumerate(zip(found['boxes'], found['labels'], strict=True)):
+        if found['scores'][i] < threshold:
+            continue
+        colour = f'hsl({label * 137 % 360}, 80%, 55%)'
+        if 'masks' in found:
+            picture.paste(colour, mask=Image.fromarray(mask_of(found['masks'][i]).astype(np.uint8) * 110))
+        pen.rectangle(box, outline=colour, width=2)
+        text = f'{found["names"][i]} {found["scores"][i]:.2f}'
+        pen.text((box[0] + 3, box[1] + 2), text, fill=colour, stroke_width=1, stroke_fill='black')
+    return picture
+
+
+def images_of(paths: list[str]) -> list[Path]:
+    """The files, and those in folders."""
+    found: list[Path] = []
+    for path in map(Path, paths):
+        if not path.exists():
+            raise ValueError(f'{path} does not exist: give images or folders of images')
+        images = (f for f in path.iterdir() if f.suffix.lower() in SUFFIXES and f.is_file())
+        found += sorted(images) if path.is_dir() else [path]
+    if not found:
+        raise ValueError(f'no image in {" ".join(paths)}: none ends in {", ".join(SUFFIXES)}')
+    return found
+
+
+def run(model: Model, paths: list[Path], out: Path, threshold: float) -> None:
+    pictures = names_for(paths, out)
+    out.mkdir(parents=True, exist_ok=True)
+    predictions: dict[str, dict[str, list]] = {}
+    failed = []
+    for path, picture in zip(paths, pictures, strict=True):
+        try:
+            image = Image.open(path)
+            image.load()
+            found = predictions[str(path)] = model(image)
+        except (OSError, ValueError, Image.DecompressionBombError) as error:
+            failed.append(f'{path}: {error}')
+            continue
+        draw(image, found, threshold).save(picture)
+    (out / 'predictions.json').write_text(json.dumps(predictions, indent=1))
+    print(f'{len(predictions)} images; written: {out / "predictions.json"} and a picture of each')
+    if failed:
+        raise ValueError('\n'.join([f'{len(failed)} of {len(paths)} could not be used:', *failed]))
+
+
+def names_for(paths: list[Path], out: Path) -> list[Path]:
+    """A picture for each image, and none in the place of an image."""
+    names: list[Path] = []
+    for path in paths:
+        name = out / f'{path.stem}.png'
+        names.append(name if name not in names else out / f'{path.stem}-{len(names)}.png')
+    images = {path.resolve() for path in paths}
+    if lost := [name for name in names if name.resolve() in images]:
+        raise ValueError(f'{lost[0]} is one of the images and would be overwritten: name another --out')
+    return names
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument('model')
+    parser.add_argument('images', nargs='+', metavar='IMAGE', help='files, or folders of them')
+    parser.add_argument('--out', required=True, type=Path, metavar='DIR')
+    parser.add_argument(
+        '--score', type=float, default=0.3, help='what is drawn (default: %(default)s); JSON has all boxes'
+    )
+    args = parser.parse_args(arguments)
+    try:
+        run(Model(args.model), images_of(args.images), args.out, args.score)
+    except (OSError, ValueError) as error:
+        sys.exit(f'error: {error}')
+
+
+if __name__ == '__main__':
+    main()

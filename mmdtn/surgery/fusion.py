@@ -1,0 +1,97 @@
+"""A trained model without its affine norms: the same outputs from fewer layers.
+
+``python tools/model_converters/fuse.py`` does it to a config and a checkpoint.
+"""
+
+import copy
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from mmdtn.backbones.base import Backbone
+from mmdtn.backbones.folding import NotExact, affine, fold_into, replace
+from mmdtn.norms import DTN, TokenNorm
+from mmdtn.registry import package_of
+
+
+class FusedNorm(NamedTuple):
+    """What became of one norm: the layer that took it in, or else why it is still there."""
+
+    name: str
+    kind: str
+    into: str = ''
+    why: str = ''
+
+
+def fuse(model: nn.Module) -> tuple[Any, list[FusedNorm]]:
+    """A copy of a backbone, classifier or detector in evaluation mode, and what became of each norm of the backbone.
+
+    A norm that is affine in evaluation becomes part of the layers beside it wherever that computes the same at every
+    size of image. All others stay.
+
+    Example:
+        >>> norms = dict(norm_cfg=dict(type='BN'), other_norm_cfg=dict(type='BN'))
+        >>> fused, outcomes = fuse(PVTDTN('tiny', **norms))
+        >>> outcomes[0]
+        FusedNorm(name='stages.0.patch_embed.norm', kind='TokenBN', into='stages.0.patch_embed.proj', why='')
+    """
+    model = copy.deepcopy(model)
+    model.eval()
+    backbones = {name: module for name, module in model.named_modules() if isinstance(module, Backbone)}
+    if not backbones:
+        raise ValueError(f'{type(model).__name__} has no backbone of mmdtn, whose norms could be fused.')
+    outcomes = []
+    for path, backbone in backbones.items():
+        prefix = f'{path}.' if path else ''
+        for name, norm in norms_of(backbone):
+            into, why = '', ''
+            try:
+                into = _fuse_norm(model, prefix, backbone, name)
+            except NotExact as error:
+                why = str(error)
+            outcomes.append(FusedNorm(prefix + name, type(norm).__name__, into, why))
+    return model, outcomes
+
+
+def norms_of(backbone: Backbone) -> list[tuple[str, nn.Module]]:
+    """All norms outside other norms; batch norms that timm's layers have behind them come first."""
+
+    def search(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
+        if isinstance(module, (TokenNorm, DTN, nn.LayerNorm, nn.modules.batchnorm._NormBase)):
+            yield name, module
+            return
+        for child_name, child in module.named_children():
+            yield from search(child, f'{name}.{child_name}' if name else child_name)
+
+    return sorted(search(backbone, ''), key=lambda found: not found[0].endswith('.bn'))
+
+
+def _fuse_norm(model: nn.Module, prefix: str, backbone: Backbone, name: str) -> str:
+    """The name of the layer that took it in, within the model."""
+    if name in backbone.fusible_norms():
+        return prefix + backbone.fuse_norm(name)
+    a, b = affine(backbone.get_submodule(name))
+    if name != backbone.last_norm:
+        raise NotExact('its output leaves the backbone, or a convolution pads it with zeros')
+    classifier = _first_layer_of_head(model)
+    if prefix != 'backbone.' or not classifier:
+        raise NotExact('its output leaves the backbone, for no linear classifier that is known here')
+    layer: Any = model.get_submodule(classifier)
+    fold_into(layer, a, b)
+    replace(backbone, name, nn.Identity())
+    return classifier
+
+
+def _first_layer_of_head(model: nn.Module) -> str:
+    """Of a classifier of MMPretrain, where a linear layer takes what the backbone gives as it is; else ''."""
+    if package_of(type(model)) != 'mmpretrain' or getattr(model, 'with_neck', False):
+        return ''
+    from mmpretrain.models.heads import LinearClsHead, VisionTransformerClsHead
+
+    head: Any = model.head
+    if type(head) is LinearClsHead:
+        return 'head.fc'
+    if type(head) is VisionTransformerClsHead and head.hidden_dim is None:
+        return 'head.layers.head'
+    return ''

@@ -1,0 +1,306 @@
+"""The analysis tools as a user runs them, on models too small to have learned anything."""
+
+import csv
+import json
+from html.parser import HTMLParser
+from pathlib import Path
+
+import mmcv
+import numpy as np
+import pytest
+import torch
+from mmengine.config import Config
+from mmengine.registry import MODELS, init_default_scope
+from PIL import Image
+
+from mmdtn import models
+from mmdtn.analysis import look
+from mmdtn.datasets import write_classification, write_coco
+from mmdtn.errors import UserError
+from tests.training import write_classifier, write_detector
+from tools.analysis_tools import analyze_dtn, browse_dataset, compare_runs
+
+SWIN = dict(width=24, depths=(1, 1, 1, 1), num_heads=(1, 2, 3, 3), norm_heads=(1, 2, 3, 3), drop_path_rate=0.0)
+
+
+class Page(HTMLParser):
+    """What a browser would find: elements that are not closed, and whatever is not in the file itself."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.sources: list[str] = []
+        self.titles: list[str] = []
+        self.text = ''
+        self.feed(path.read_text(encoding='utf-8'))
+        assert self.open == [] and 'script' not in self.text
+
+    def handle_starttag(self, tag, attributes):
+        if tag not in ('img', 'meta', 'link'):
+            self.open.append(tag)
+        attributes = dict(attributes)
+        self.sources += [attributes[name] for name in ('src', 'href') if name in attributes]
+        if tag == 'img':
+            assert attributes['alt']
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.text += data
+        if self.open and self.open[-1] == 'h2':
+            self.titles.append(data)
+
+
+def save(config: Path, path: Path) -> Path:
+    cfg = Config.fromfile(config)
+    init_default_scope(cfg.get('default_scope', 'mmengine'))
+    torch.manual_seed(0)
+    torch.save(MODELS.build(cfg.model).state_dict(), path)
+    return path
+
+
+def run(*arguments) -> Page:
+    out = Path(arguments[-1])
+    analyze_dtn.main([str(a) for a in arguments])
+    page = Page(out / 'report.html')
+    assert all(source.startswith('data:') for source in page.sources), 'nothing to be fetched'
+    pictures = sorted(out.glob('*.png'))
+    assert len([s for s in page.sources if s.startswith('data:image/png')]) == len(pictures)
+    for picture in pictures:
+        assert Image.open(picture).width == 1200
+        assert len(read(picture.with_suffix('.csv'))) > 0
+    return page
+
+
+def read(path: Path) -> list[dict]:
+    with path.open(newline='') as file:
+        return list(csv.DictReader(file))
+
+
+@pytest.fixture(scope='module')
+def shapes(tmp_path_factory):
+    root = write_coco(tmp_path_factory.mktemp('data') / 'shapes', train=2, val=3, sides=(64, 96))
+    path = root / 'annotations' / 'instances_val.json'
+    content = json.loads(path.read_text())
+    content['annotations'] = [a for a in content['annotations'] if a['image_id'] != 1]
+    path.write_text(json.dumps(content))
+    return root
+
+
+@pytest.mark.slow
+def test_two_detectors_side_by_side_and_an_image_without_objects(shapes, tmp_path):
+    dtn = write_detector(tmp_path / 'with_dtn.py', shapes)
+    ln = tmp_path / 'with_ln.py'
+    ln.write_text("_base_ = './with_dtn.py'\nmodel = dict(backbone=dict(norm_cfg=dict(_delete_=True, type='LN')))\n")
+    times = {name: dict(train_s=s, infer_s=s / 3, saved_mib=10.0) for name, s in dict(LN=1.0, DTN=2.0).items()}
+    times['fused'] = dict(infer_s=0.25)  # which does not train
+    cost = dict(torch='2', threads=2, results=dict(pvt={'224': times}))
+    (tmp_path / 'cost.json').write_text(json.dumps(cost))
+    layer = 'dtn/backbone.stages.0.blocks.0.norm1'
+    heads = [(f'{layer}/{kind}/{head}', head) for kind in ('lambda_mean', 'lambda_var') for head in (0, 1)]
+    log = [{name: 0.5 + step / 100 + head / 10 for name, head in heads} | dict(step=step) for step in (5, 10)]
+    (tmp_path / 'scalars.json').write_text('\n'.join(map(json.dumps, [dict(loss=1.0, step=1), *log])))
+    out = tmp_path / 'out'
+    page = run(
+        dtn, save(dtn, tmp_path / 'dtn.pth'), '--images', shapes / 'annotations' / 'instances_val.json',
+        '--against', ln, save(ln, tmp_path / 'ln.pth'), '--log', tmp_path / 'scalars.json',
+        '--cost', tmp_path / 'cost.json', '--out', out,
+    )  # fmt: skip
+    assert 'Left out' not in page.titles
+    assert 'An image without annotated objects is among them.' in page.text
+    assert {row['model'] for row in read(out / 'attention_distance.csv')} == {'with_dtn', 'with_ln'}
+    assert {row['images'] for row in read(out / 'attention_distance.csv')} == {'3'}
+    kinds = {(row['model'], row['statistics']) for row in read(out / 'variation_coefficient.csv')}
+    assert ('with_dtn', 'DTN') in kinds and ('with_ln', 'DTN') not in kinds and ('with_ln', 'IN') in kinds
+    assert {row['model'] for row in read(out / 'lambda.csv')} == {'with_dtn'}
+    curve = [r for r in read(out / 'lambda_over_training.csv') if r['quantity'] == 'lambda_var' and r['head'] == '1']
+    assert [(r['iteration'], r['lambda']) for r in curve] == [('5', '0.65'), ('10', '0.7')]
+    assert {row['value'] for row in read(out / 'benchmark.csv')} == {
+        '1', '2', '0.333333', '0.666667', '10', '0.25', 'nan'
+    }  # fmt: skip
+
+
+SCOPED = """
+_scopes = dict(LoadImageFromFile='mmengine', LoadAnnotations='mmdet', Resize='mmdet', PackDetInputs='mmdet')
+for _step in test_dataloader['dataset']['pipeline']:
+    _step['type'] = _scopes[_step['type']] + '.' + _step['type']
+"""
+
+
+@pytest.mark.slow
+def test_a_detector_on_a_folder_without_annotations(shapes, tmp_path):
+    config = write_detector(tmp_path / 'detector.py', shapes)
+    out = tmp_path / 'out'
+    page = run(
+        config, save(config, tmp_path / 'it.pth'), '--images', shapes / 'val', '--number', '1', '--out', out
+    )  # fmt: skip
+    assert 'without annotated objects' not in page.text
+    assert {row['image'] for row in read(out / 'where_it_looks.csv')} == {'000001.jpg'}
+
+
+@pytest.mark.parametrize('more', ['', SCOPED], ids=['name', 'scope'])
+def test_loading_of_annotations_is_left_out_however_it_is_named(shapes, tmp_path, more):
+    config = write_detector(tmp_path / 'detector.py', shapes, more)
+    model = models.load(str(config), str(save(config, tmp_path / 'it.pth')))
+    (seen,) = look.look(model, look.choose_images(model, str(shapes / 'val'), 1))
+    assert seen.name == '000001.jpg' and not seen.sample.gt_instances
+
+
+@pytest.mark.slow
+def test_a_single_image_for_a_classifier_without_dtn(tmp_path):
+    data = write_classification(tmp_path / 'data', train=5, val=1)
+    config = write_classifier(
+        tmp_path / 'plain.py', data, "model['backbone'].update(norm_cfg=dict(_delete_=True, type='LN'))\n"
+    )
+    out = tmp_path / 'out'
+    page = run(config, save(config, tmp_path / 'plain.pth'), '--images', data / 'val', '--out', out)
+    assert 'of a single image, no spread over images can be told' in page.text
+    assert 'DTN layers of model 1none: its figures are those of its own norms' in page.text
+    assert 'Lambda of each head: no model has a DTN layer.' in page.text
+    assert 'P of one query token (Figs. 7, 8): no model has a DTN layer.' in page.text
+    assert 'Lambda over training (Fig. 4): no log was given' in page.text
+    assert {row['std_over_images'] for row in read(out / 'attention_distance.csv')} == {'0'}
+    assert not list(out.glob('lambda*')) and not list(out.glob('neighbourhood*'))
+
+
+@pytest.mark.slow
+def test_a_bare_backbone_on_a_folder(shapes, tmp_path):
+    config = tmp_path / 'swin.py'
+    config.write_text(f"custom_imports = dict(imports=['mmdtn'])\nmodel = dict(type='SwinDTN', arch={SWIN})\n")
+    out = tmp_path / 'out'
+    page = run(
+        config, save(config, tmp_path / 'swin.pth'), '--images', shapes / 'val', '--number', '2', '--out', out
+    )  # fmt: skip
+    assert 'A bare backbone predicts nothing.' in page.text
+    for path in out.glob('neighbourhood*.csv'):
+        rows = read(path)
+        assert sum(float(r['trained']) for r in rows if r['head'] == '0') == pytest.approx(1, abs=1e-4)
+    distances = read(out / 'attention_distance.csv')
+    assert float(distances[0]['uniform_tokens']) == pytest.approx(windows_of_seven(), rel=1e-4)
+
+
+def windows_of_seven() -> float:
+    places = np.array([(y, x) for y in range(7) for x in range(7)])
+    return float(np.linalg.norm(places[:, None] - places[None], axis=-1).mean())
+
+
+@pytest.mark.parametrize(
+    ('images', 'message'),
+    [
+        ('nowhere', '--images nowhere: give a folder, a COCO annotation file, or one of train, val, test'),
+        ('val', 'has no data for --images val: give a folder of images'),
+    ],
+)
+def test_what_cannot_be_shown_is_told(images, message, tmp_path):
+    config = tmp_path / 'swin.py'
+    config.write_text(f"custom_imports = dict(imports=['mmdtn'])\nmodel = dict(type='SwinDTN', arch={SWIN})\n")
+    checkpoint = save(config, tmp_path / 'swin.pth')
+    with pytest.raises(SystemExit, match=message):
+        analyze_dtn.main([str(config), str(checkpoint), '--images', images, '--out', str(tmp_path / 'out')])
+    assert not (tmp_path / 'out').exists()
+
+
+def test_a_checkpoint_of_another_model_is_told(tmp_path):
+    config = tmp_path / 'swin.py'
+    config.write_text(f"custom_imports = dict(imports=['mmdtn'])\nmodel = dict(type='SwinDTN', arch={SWIN})\n")
+    torch.save(dict(weight=torch.ones(1)), tmp_path / 'other.pth')
+    with pytest.raises(SystemExit, match=r'other.pth does not fit .*swin.py: Missing key'):
+        analyze_dtn.main([str(config), str(tmp_path / 'other.pth'), '--images', str(tmp_path), '--out', 'out'])
+
+
+def write_run(folder: Path, losses: dict, accuracy: dict, config: str = 'vit.py') -> Path:
+    data = folder / '20260101_000000' / 'vis_data'
+    data.mkdir(parents=True)
+    (folder / config).write_text('')
+    lines = [dict(loss=loss, lr=0.1, epoch=1 + i // 10, iter=i, step=i) for i, loss in losses.items()]
+    lines += [{'accuracy/top1': value, 'step': epoch} for epoch, value in accuracy.items()]
+    (data / 'scalars.json').write_text('\n'.join(map(json.dumps, lines)))
+    return folder
+
+
+def test_runs_of_one_config_make_one_curve(tmp_path, capsys):
+    first = write_run(tmp_path / 'seed0', {10: 4.0, 20: 2.0}, {1: 50.0, 2: 70.0})
+    second = write_run(tmp_path / 'seed1', {10: 2.0, 20: 1.0, 30: 0.5}, {1: 60.0, 2: 66.0, 3: 80.0})
+    other = write_run(tmp_path / 'other', {10: 3.0}, {1: 10.0}, config='vit-dtn.py')
+    compare_runs.main([str(first), str(second), str(other), '--out', str(tmp_path / 'out')])
+    rows = {(row['config'], row['metric']): row for row in read(tmp_path / 'out' / 'table.csv')}
+    # At the last step that both have: (2 + 1) / 2 with deviation 1 / sqrt 2, and (70 + 66) / 2 with 4 / sqrt 2.
+    assert rows['vit', 'loss'] == dict(
+        config='vit', metric='loss', runs='2', at='iteration 20', last='1.5 +- 0.71', best='1.5 +- 0.71'
+    )
+    assert rows['vit', 'accuracy/top1']['at'] == 'epoch 2'
+    assert rows['vit', 'accuracy/top1']['last'] == '68 +- 2.8'
+    assert rows['vit-dtn', 'accuracy/top1']['last'] == '10' and rows['vit-dtn', 'loss']['runs'] == '1'
+    assert '| vit-dtn | accuracy/top1 |' in capsys.readouterr().out
+    assert len(read(tmp_path / 'out' / 'curves.csv')) == 12
+    assert Image.open(tmp_path / 'out' / 'curves.png').width == 1200
+
+
+def test_the_parts_of_a_resumed_run_are_one_run(tmp_path):
+    folder = write_run(tmp_path / 'run', {10: 4.0, 20: 9.0}, {1: 50.0})
+    later = folder / '20260102_000000' / 'vis_data'
+    later.mkdir(parents=True)
+    (later / 'scalars.json').write_text(json.dumps(dict(loss=2.0, epoch=2, iter=20, step=20)))
+    run = compare_runs.read_run(folder)
+    assert run['loss'] == {10: 4.0, 20: 2.0} and run['accuracy/top1'] == {1: 50.0}
+
+
+def test_a_log_may_end_in_half_a_line(tmp_path):
+    folder = write_run(tmp_path / 'run', {10: 4.0, 20: 9.0}, {})
+    (log,) = folder.rglob('scalars.json')
+    whole = log.read_text()
+    log.write_text(whole[:-4])
+    assert compare_runs.read_run(folder)['loss'] == {10: 4.0}
+    log.write_text(whole[1:])
+    with pytest.raises(UserError, match='line 1 is no JSON'):
+        compare_runs.read_run(folder)
+
+
+def test_the_best_of_a_loss_is_the_lowest(tmp_path):
+    folder = write_run(tmp_path / 'run', {10: 4.0}, {})
+    (log,) = folder.rglob('scalars.json')
+    lines = [{'loss/cross_entropy': value, 'step': epoch} for epoch, value in ((1, 2.0), (2, 0.5), (3, 0.9))]
+    log.write_text('\n'.join(map(json.dumps, lines)))
+    compare_runs.main([str(folder), '--metrics', 'loss/cross_entropy', '--out', str(tmp_path / 'out')])
+    (row,) = read(tmp_path / 'out' / 'table.csv')
+    assert (row['last'], row['best']) == ('0.9', '0.5')
+
+
+def test_a_metric_that_no_run_has_is_told(tmp_path):
+    folder = write_run(tmp_path / 'run', {10: 4.0}, {1: 50.0})
+    with pytest.raises(SystemExit, match='no run has accuracy/top5; nearest: accuracy/top1'):
+        compare_runs.main([str(folder), '--metrics', 'accuracy/top5', '--out', str(tmp_path / 'out')])
+    with pytest.raises(SystemExit, match=r'holds no .*scalars\.json: give the work directory'):
+        compare_runs.main([str(tmp_path), '--out', str(tmp_path / 'out')])
+
+
+@pytest.mark.slow
+def test_browsing_draws_boxes_and_masks_where_the_pipeline_has_moved_them(shapes, tmp_path):
+    config = write_detector(tmp_path / 'detector.py', shapes, masks=True)
+    cfg = models.read_config(config)
+    pictures = browse_dataset.browse(cfg, 'train', tmp_path / 'out', number=2)
+    assert len(pictures) == 2
+    for path in pictures:
+        image = mmcv.imread(path)
+        assert max(image.shape[:2]) == 480, '96 px after the pipeline, enlarged'
+    plain = cfg.copy()
+    for step in plain.train_dataloader.dataset.pipeline:
+        if step.type == 'LoadAnnotations':
+            step.with_mask = False
+    (other, _) = browse_dataset.browse(plain, 'train', tmp_path / 'boxes', number=2)
+    assert (mmcv.imread(other) != mmcv.imread(pictures[0])).mean() > 0.02, 'masks are drawn'
+
+
+def test_browsing_an_image_without_objects_and_a_classification_data_set(shapes, tmp_path):
+    cfg = models.read_config(write_detector(tmp_path / 'detector.py', shapes))
+    assert len(browse_dataset.browse(cfg, 'val', tmp_path / 'val', number=9)) == 3
+    data = write_classification(tmp_path / 'data', train=5, val=5)
+    cfg = models.read_config(write_classifier(tmp_path / 'classifier.py', data))
+    (path,) = browse_dataset.browse(cfg, 'train', tmp_path / 'classes', number=1)
+    source = next((data / 'train' / 'checked').glob('*.jpg'))
+    drawn = mmcv.imread(path)
+    expected = mmcv.imresize(mmcv.imresize(mmcv.imread(source), (32, 32)), drawn.shape[1::-1])
+    corner = (slice(drawn.shape[0] // 2, None), slice(None))  # the label is written above
+    apart = min(abs(drawn[corner].astype(int) - flip[corner]).mean() for flip in (expected, expected[:, ::-1]))
+    assert apart < 8, 'colours are those of the file'
