@@ -6,6 +6,6 @@ _base_ = [
 ]
 custom_imports = dict(imports=['mmdtn'])
 model = dict(
-    backbone=dict(_delete_=True, type='SwinDTN', arch='tiny'),
+    backbone=dict(_delete_=True, type='SwinDTN'),
     neck=dict(in_channels=[96, 192, 384, 768]),
 )

@@ -146,7 +146,7 @@ def test_what_would_not_be_the_same_model_is_refused(options, start, words):
         translate(published.mmdet_pvt().file['state_dict'], PVTDTN(**options), warm_start=start)
 
 
-CONFIGS = sorted((Path(__file__).parents[2] / 'configs').glob('*/*_warmstart_*.py'))
+CONFIGS = sorted((Path(__file__).parents[2] / 'configs').glob('*/*-t-dtn_fpn_1x_coco.py'))
 
 
 @pytest.mark.slow

@@ -1,0 +1,6 @@
+_base_ = 'mmdet::mask2former/mask2former_swin-s-p4-w7-224_8xb2-lsj-50e_coco-panoptic.py'
+custom_imports = dict(imports=['mmdtn'])
+model = dict(backbone=dict(_delete_=True, type='SwinDTN', drop_path_rate=0.3))
+# MMDetection names the blocks' norms, and downsampling in the stage before.
+_norm = dict(lr_mult=0.1, decay_mult=0.0)
+optim_wrapper = dict(paramwise_cfg=dict(custom_keys={'backbone.stages.3.downsample.norm': _norm}))
