@@ -1,7 +1,6 @@
 """What went wrong, in one line for the person who wrote the config."""
 
 import difflib
-import inspect
 import os
 import re
 import sys
@@ -9,11 +8,6 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from traceback import walk_tb
-from types import CodeType
-
-from mmengine.registry import build_from_cfg
-
-from .registry import registered
 
 # What mmengine, and build_norm, say of a name that no registry has.
 UNKNOWN_NAME = re.compile(
@@ -48,14 +42,14 @@ def explain(error: BaseException) -> str | None:
         return _explain_path(error)
     if isinstance(error, FileNotFoundError):
         return first_line(error)
-    codes = [frame.f_code for frame, _ in walk_tb(error.__traceback__)]
     if unknown := UNKNOWN_NAME.match(first_line(error)):
         name = unknown[unknown.lastindex or 0]
+        from .registry import registered  # mmengine, without which the doctor has to run
+
         known = (other for other, _ in registered())
         return f'type={name!r} is not registered: is it misspelt, or not in custom_imports?{nearest(name, known)}'
-    if build_from_cfg.__code__ in codes:
-        return _explain_build(error, codes)
-    return None
+    modules = (frame.f_globals.get('__name__') for frame, _ in walk_tb(error.__traceback__))
+    return first_line(error) if 'mmengine.registry.build_functions' in modules else None  # of a constructor
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
@@ -69,35 +63,6 @@ def first_line(error: BaseException) -> str:
     """The first line of an error's message, or the name of its class where it has no message."""
     text = error.args[0] if isinstance(error, KeyError) and error.args else error  # str(KeyError) is in quotes
     return next(iter(str(text).strip().splitlines()), type(error).__name__)
-
-
-def _with_nearest(message: str) -> str:
-    """A message that names in quotes what was given, and then what would do."""
-    given, *known = re.findall(r"'([\w.-]+)'", message) or ['']
-    return message.rstrip('.') + nearest(given, known)
-
-
-def _explain_build(error: BaseException, codes: list[CodeType]) -> str:
-    """An error of a constructor, with the name of its class."""
-    message = first_line(error)
-    classes = {kind for _, kind in registered() if inspect.isclass(kind)}
-    if found := re.search(r"(\w+)(?:\.__init__)?\(\) got an unexpected keyword argument '(\w+)'", message):
-        name, argument = found.groups()
-        kinds = {base for kind in classes if kind.__name__ == name for base in kind.__mro__}
-        known = {parameter for kind in kinds for parameter in _parameters(kind)}
-        return f'{name} has no argument {argument!r}{nearest(argument, known)}'
-    called = codes[len(codes) - codes[::-1].index(build_from_cfg.__code__) :]  # by the last thing that was built
-    names = [kind.__name__ for kind in classes if called and _own_constructor(kind) is called[0]]
-    return ': '.join([*names[:1], _with_nearest(message)])
-
-
-def _own_constructor(kind: type) -> CodeType | None:
-    return getattr(vars(kind).get('__init__'), '__code__', None)
-
-
-def _parameters(kind: type) -> set[str]:
-    code = _own_constructor(kind)
-    return set() if code is None else set(code.co_varnames[1 : code.co_argcount + code.co_kwonlyargcount])
 
 
 def _explain_path(error: OSError) -> str:

@@ -1,6 +1,3 @@
-import functools
-
-import mmengine.config.utils
 import pytest
 import torch
 from mmengine.registry import DefaultScope
@@ -12,16 +9,12 @@ torch.set_num_threads(1)
 # one, and a process with such threads cannot be forked for the tests that need two.
 torch.ones(1, requires_grad=True).backward()
 
-# For each file of another package that a config inherits from, mmengine reads all hundred metafiles of that package:
-# half a second for a detector. They do not change.
-mmengine.config.utils.load = functools.cache(mmengine.config.utils.load)
-
 
 @pytest.fixture(autouse=True)
 def scope():
     """A config's scope would otherwise be that of every later test in the process."""
-    yield
-    DefaultScope._instance_dict.clear()
+    with DefaultScope.overwrite_default_scope('mmengine'):
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -1,23 +1,29 @@
 """Trains any config of any MM package: python tools/train.py CONFIG [--work-dir DIR] [--resume] ..."""
 
 import argparse
+from pathlib import Path
 
 from mmengine.config import Config
+from mmengine.registry import HOOKS, OPTIMIZERS
 
 from mmdtn.engine.data_checks import check_data
 from mmdtn.engine.dry_run import dry_run
+from mmdtn.engine.hooks import SkipBrokenImagesHook
 from mmdtn.engine.launch import (
     add_common_options,
     add_hook,
+    add_runtime,
     build_runner,
     check_exists,
     has_accelerator,
     leave_together,
     load_config,
-    make_dependable,
     resume,
 )
 from mmdtn.errors import UserError, readable_errors
+from mmdtn.registry import class_of
+
+RUNTIME = Path(__file__).resolve().parents[1] / 'configs' / '_base_' / 'runtime.py'
 
 
 def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -41,6 +47,9 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
         action='store_true',
         help='build everything, train and validate a step, report memory and time, leave nothing behind',
     )
+    parser.add_argument(
+        '--as-written', action='store_true', help='add nothing of configs/_base_/runtime.py to a config without it'
+    )
     add_common_options(parser)
     return parser.parse_args(arguments)
 
@@ -60,7 +69,14 @@ def configure(args: argparse.Namespace) -> Config:
         resume(cfg, args.resume)
     if args.weights and not cfg.get('resume'):
         add_hook(cfg, type='StartFromWeightsHook')
-    make_dependable(cfg, args.strict)
+    if 'optimizer' in cfg.optim_wrapper:
+        class_of(cfg.optim_wrapper.optimizer, OPTIMIZERS)  # mmengine would not say which name is wrong
+    if not args.as_written:
+        for line in add_runtime(cfg, RUNTIME):
+            print(f'{RUNTIME.name}: {line}')
+    for hook in cfg.get('custom_hooks') or []:
+        if args.strict and class_of(hook, HOOKS) is SkipBrokenImagesHook:
+            hook['strict'] = True
     return cfg
 
 

@@ -3,10 +3,10 @@
 _base_ = [
     'mmpretrain::_base_/datasets/imagenet_bs64_swin_224.py',
     'mmpretrain::_base_/schedules/imagenet_bs1024_adamw_swin.py',
-    'mmpretrain::_base_/default_runtime.py',
+    './mmpretrain_runtime.py',
     './no_decay.py',
 ]
-custom_imports = dict(imports=['mmdtn'])
+train_cfg = dict(_delete_=True, **_base_.runtime.train_cfg, max_epochs=300, val_interval=1)  # without by_epoch
 model = dict(
     type='mmpretrain.ImageClassifier',  # whose scope is said for those who inherit through mmdtn::
     head=dict(

@@ -1,10 +1,9 @@
 # The recipe of DVT's authors for T2T-ViT-12, on 8 GPUs with 128 images each.
 _base_ = [
     'mmpretrain::_base_/datasets/imagenet_bs64_swin_224.py',
-    'mmpretrain::_base_/default_runtime.py',
+    './mmpretrain_runtime.py',
     './no_decay.py',
 ]
-custom_imports = dict(imports=['mmdtn'])
 model = dict(
     type='DVT',
     arch='t2t-12',
@@ -40,10 +39,10 @@ param_scheduler = [
     dict(type='LinearLR', start_factor=1e-6 / 2e-3, by_epoch=True, end=21),
     dict(type='CosineAnnealingLR', eta_min=1e-5, by_epoch=True, end=300),
 ]
-train_cfg = dict(by_epoch=True, max_epochs=310, val_interval=1)
+train_cfg = dict(**_base_.runtime.train_cfg, max_epochs=310, val_interval=1)
 val_cfg = dict()
 test_cfg = dict()
 # A moving average of the weights, of which 0.99996 is kept in each step, is what is validated and saved.
-custom_hooks = [dict(type='EMAHook', momentum=4e-5, priority='ABOVE_NORMAL')]
+custom_hooks = [dict(type='EMAHook', momentum=4e-5, priority='ABOVE_NORMAL'), *_base_.custom_hooks]
 default_hooks = dict(checkpoint=dict(max_keep_ckpts=3, save_best='accuracy/top1'))
 auto_scale_lr = dict(base_batch_size=1024)

@@ -1,6 +1,5 @@
 # T2T-ViT's transfer to CIFAR, which DVT's authors follow; a config adds the data set, classes and pretrained weights.
-_base_ = 'mmpretrain::_base_/default_runtime.py'
-custom_imports = dict(imports=['mmdtn'])
+_base_ = './mmpretrain_runtime.py'
 model = dict(type='DVT', train_cfg=dict(frozen=['norm', 'cls_token']))  # which the authors' optimizer does not have
 data_preprocessor = dict(mean=[125.307, 122.961, 113.8575], std=[51.5865, 50.847, 51.255], to_rgb=False)
 _resize = dict(type='Resize', scale=(224, 224), backend='pillow', interpolation='bilinear')
@@ -17,7 +16,7 @@ optim_wrapper = dict(
     paramwise_cfg=dict(custom_keys={name: dict(lr_mult=0.01) for name in ('stem', 'blocks', 'relations')}),
 )
 param_scheduler = [dict(type='CosineAnnealingLR', eta_min=2e-4, by_epoch=True, end=60)]
-train_cfg = dict(by_epoch=True, max_epochs=60, val_interval=1)
+train_cfg = dict(**_base_.runtime.train_cfg, max_epochs=60, val_interval=1)
 val_cfg = dict()
 test_cfg = dict()
 default_hooks = dict(checkpoint=dict(max_keep_ckpts=3, save_best='accuracy/top1'))

@@ -1,7 +1,10 @@
 # LeViT's recipe, 8 GPUs with 256 images each, 1000 epochs: MMPretrain's, with what its authors' code has besides. Their
 # distillation is left out, for which neither has a part: one head, trained on labels.
-_base_ = ['mmpretrain::levit/levit-128s_8xb256_in1k.py', './no_decay.py']
-custom_imports = dict(imports=['mmdtn'])
+_base_ = ['mmpretrain::levit/levit-128s_8xb256_in1k.py', './no_decay.py', './runtime.py']
+custom_imports = _base_.runtime.custom_imports
+train_cfg = dict(_delete_=True, **_base_.runtime.train_cfg, max_epochs=1000, val_interval=1)  # without by_epoch
+default_hooks = _base_.runtime.default_hooks
+visualizer = _base_.runtime.visualizer
 model = dict(
     backbone=dict(_delete_=True, type='LeViTDTN', arch='128s'),
     neck=None,  # the backbone gives the mean over its last map
@@ -15,4 +18,5 @@ custom_hooks = [
     dict(type='AdaptiveClipHook', clip_factor=0.01),
     # 0.99996 of the average is kept in each step, of the batch norms' estimates too.
     dict(type='EMAHook', momentum=4e-5, update_buffers=True, priority='ABOVE_NORMAL'),
+    *_base_.runtime.custom_hooks,
 ]

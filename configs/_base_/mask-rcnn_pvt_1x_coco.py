@@ -2,10 +2,10 @@ _base_ = [
     'mmdet::_base_/models/mask-rcnn_r50_fpn.py',
     'mmdet::_base_/datasets/coco_instance.py',
     'mmdet::_base_/schedules/schedule_1x.py',
-    'mmdet::_base_/default_runtime.py',
+    './mmdet_runtime.py',
     './no_decay.py',
 ]
-custom_imports = dict(imports=['mmdtn'])
+train_cfg = _base_.runtime.train_cfg
 model = dict(
     backbone=dict(_delete_=True, type='PVTDTN'),
     neck=dict(in_channels=[64, 128, 320, 512]),

@@ -1,10 +1,10 @@
 _base_ = [
     'mmdet::_base_/models/mask-rcnn_r50_fpn.py',
     'mmdet::_base_/datasets/coco_instance.py',
-    'mmdet::_base_/default_runtime.py',
+    './mmdet_runtime.py',
     './swin_1x.py',
 ]
-custom_imports = dict(imports=['mmdtn'])
+train_cfg = _base_.runtime.train_cfg
 model = dict(
     backbone=dict(_delete_=True, type='SwinDTN'),
     neck=dict(in_channels=[96, 192, 384, 768]),

@@ -1,10 +1,10 @@
 _base_ = [
     'mmdet::_base_/models/retinanet_r50_fpn.py',
     'mmdet::_base_/datasets/coco_detection.py',
-    'mmdet::_base_/default_runtime.py',
+    './mmdet_runtime.py',
     './swin_1x.py',
 ]
-custom_imports = dict(imports=['mmdtn'])
+train_cfg = _base_.runtime.train_cfg
 # RetinaNet starts from the second stage: the first one's output would leave its norm without a gradient.
 model = dict(
     backbone=dict(_delete_=True, type='SwinDTN', out_indices=(1, 2, 3)),

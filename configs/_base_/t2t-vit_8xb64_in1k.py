@@ -1,7 +1,11 @@
 # T2T-ViT's published recipe as MMPretrain has it, for 8 GPUs with 64 images each: AdamW, 10 epochs of warm-up, a cosine
 # to epoch 300, 10 epochs at a tenth, a moving average of the weights.
-_base_ = ['mmpretrain::t2t_vit/t2t-vit-t-14_8xb64_in1k.py', './no_decay.py']
-custom_imports = dict(imports=['mmdtn'])
+_base_ = ['mmpretrain::t2t_vit/t2t-vit-t-14_8xb64_in1k.py', './no_decay.py', './runtime.py']
+custom_imports = _base_.runtime.custom_imports
+train_cfg = dict(_delete_=True, **_base_.runtime.train_cfg, max_epochs=310, val_interval=1)  # without by_epoch
+default_hooks = _base_.runtime.default_hooks
+custom_hooks = [*_base_.custom_hooks, *_base_.runtime.custom_hooks]
+visualizer = _base_.runtime.visualizer
 model = dict(backbone=dict(_delete_=True, type='T2TViTDTN', arch='t-14'))
 optim_wrapper = dict(
     paramwise_cfg=dict(_delete_=True, bias_decay_mult=0.0, flat_decay_mult=0.0, **_base_.no_decay),

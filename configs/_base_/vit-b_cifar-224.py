@@ -1,7 +1,6 @@
 # ViT-B/16 on CIFAR at 224 px, with the flags of a student project that compared normalisers: batch 128, SGD from 0.01,
 # cosine to 1%, 300 epochs. Wants one of MMPretrain's CIFAR datasets beside. All but the normaliser is as with DTN.
-_base_ = ['mmpretrain::_base_/default_runtime.py', './no_decay.py']
-custom_imports = dict(imports=['mmdtn'])
+_base_ = ['./mmpretrain_runtime.py', './no_decay.py']
 model = dict(
     type='mmpretrain.ImageClassifier',  # whose scope is said for those who inherit through mmdtn::
     backbone=dict(type='ViTDTN', arch='b', norm_cfg=dict(type='LN'), dtn_layers=10, cls_from=10, drop_path_rate=0.0),
@@ -29,7 +28,7 @@ optim_wrapper = dict(
     optimizer=dict(type='SGD', lr=0.01, momentum=0.9, weight_decay=5e-5), paramwise_cfg=dict(**_base_.no_decay)
 )
 param_scheduler = [dict(type='CosineAnnealingLR', eta_min=1e-4, T_max=300, by_epoch=True)]
-train_cfg = dict(by_epoch=True, max_epochs=300, val_interval=1)
+train_cfg = dict(**_base_.runtime.train_cfg, max_epochs=300, val_interval=1)
 val_cfg = dict()
 test_cfg = dict()
 default_hooks = dict(checkpoint=dict(interval=50, save_best='accuracy/top1'))
@@ -40,5 +39,4 @@ log_processor = dict(
         dict(data_src='accuracy_top-1', log_name='epoch_accuracy', method_name='mean', window_size='epoch'),
     ]
 )
-visualizer = dict(vis_backends=[dict(type='LocalVisBackend'), dict(type='TensorboardVisBackend')])
 auto_scale_lr = dict(base_batch_size=128)

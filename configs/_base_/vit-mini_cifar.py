@@ -1,6 +1,5 @@
 # A small ViT on 32 px images: the DeiT recipe at batch 128 on one GPU. Wants one of MMPretrain's CIFAR datasets beside.
-_base_ = ['mmpretrain::_base_/default_runtime.py', './no_decay.py']
-custom_imports = dict(imports=['mmdtn'])
+_base_ = ['./mmpretrain_runtime.py', './no_decay.py']
 model = dict(
     type='mmpretrain.ImageClassifier',  # whose scope is said for those who inherit through mmdtn::
     backbone=dict(
@@ -50,9 +49,8 @@ param_scheduler = [
     dict(type='LinearLR', start_factor=1e-3, by_epoch=True, end=10, convert_to_iter_based=True),
     dict(type='CosineAnnealingLR', eta_min=1e-5, by_epoch=True, begin=10, convert_to_iter_based=True),
 ]
-train_cfg = dict(by_epoch=True, max_epochs=300, val_interval=1)
+train_cfg = dict(**_base_.runtime.train_cfg, max_epochs=300, val_interval=1)
 val_cfg = dict()
 test_cfg = dict()
 default_hooks = dict(checkpoint=dict(interval=10, max_keep_ckpts=3, save_best='accuracy/top1'))
-visualizer = dict(vis_backends=[dict(type='LocalVisBackend'), dict(type='TensorboardVisBackend')])
 auto_scale_lr = dict(base_batch_size=128)

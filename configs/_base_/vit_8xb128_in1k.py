@@ -4,4 +4,4 @@ model = dict(
     head=dict(in_channels=432),
 )
 # DeiT's and the DTN authors' moving average of the weights, 0.99996 of it kept in each step. PVT's recipe has none.
-custom_hooks = [dict(type='EMAHook', momentum=4e-5, priority='ABOVE_NORMAL')]
+custom_hooks = [dict(type='EMAHook', momentum=4e-5, priority='ABOVE_NORMAL'), *_base_.custom_hooks]

@@ -4,10 +4,9 @@
 _base_ = [
     'mmdet::_base_/models/mask-rcnn_r50_fpn.py',
     '../_base_/shapes.py',
-    'mmdet::_base_/default_runtime.py',
+    '../_base_/mmdet_runtime.py',
     '../_base_/no_decay.py',
 ]
-custom_imports = dict(imports=['mmdtn'])
 
 max_epochs = 7
 widths = [32, 64, 128, 160]
@@ -50,7 +49,7 @@ model = dict(
     test_cfg=dict(rpn=dict(nms_pre=300, max_per_img=150)),
 )
 
-train_cfg = dict(type='EpochBasedTrainLoop', max_epochs=max_epochs, val_interval=max_epochs)
+train_cfg = dict(**_base_.runtime.train_cfg, max_epochs=max_epochs, val_interval=max_epochs)
 val_cfg = dict(type='ValLoop')
 test_cfg = dict(type='TestLoop')
 optim_wrapper = dict(

@@ -3,7 +3,7 @@
 _base_ = '../demo/mask-rcnn_pvt-dtn_shapes.py'
 model = dict(backbone=dict(norm_cfg=dict(type='LN')))
 max_iters = 600
-train_cfg = dict(_delete_=True, type='IterBasedTrainLoop', max_iters=max_iters, val_interval=200)
+train_cfg = dict(_delete_=True, **_base_.runtime.train_cfg, max_iters=max_iters, val_interval=200)
 param_scheduler = [
     dict(type='LinearLR', start_factor=0.01, by_epoch=False, end=300),
     dict(type='CosineAnnealingLR', eta_min_ratio=0.01, T_max=max_iters, by_epoch=False),

@@ -11,7 +11,7 @@ val_dataloader = dict(**_loader)
 test_dataloader = dict(**_loader)
 optim_wrapper = dict(optimizer=dict(fused=True))
 max_iters = 522
-train_cfg = dict(_delete_=True, by_epoch=False, max_iters=max_iters, val_interval=174)
+train_cfg = dict(_delete_=True, **_base_.runtime.train_cfg, max_iters=max_iters, val_interval=174)
 param_scheduler = [
     dict(type='LinearLR', start_factor=1e-3, by_epoch=False, end=100),
     dict(type='CosineAnnealingLR', eta_min=1e-5, by_epoch=False, T_max=max_iters),

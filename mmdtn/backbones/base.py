@@ -141,7 +141,7 @@ def architecture(arch: str | dict, archs: dict[str, dict[str, Any]], optional: t
     fields = list(example)
     if base is not None:
         if base not in archs:
-            raise ValueError(f'arch={base!r}: choose one of {list(archs)}, or a dict of {fields}.')
+            raise ValueError(f'arch={base!r}: choose one of {list(archs)}, or a dict of {fields}{nearest(base, archs)}')
         said = archs[base] | said
     may = f', and may have {", ".join(optional)}' if optional else ''
     if missing := set(fields) - said.keys():

@@ -63,7 +63,7 @@ def run_on_cpu(cfg: Config) -> None:
         )
         cfg.model_wrapper_cfg = dict(wrapper, device_ids=None)
     if not is_distributed():
-        # mmengine calls torch.cuda.set_device(local rank) whatever the backend; torch ignores a negative one.
+        # mmengine offers no process group without torch.cuda.set_device(local rank); torch ignores a negative rank.
         variable = LOCAL_RANKS[cfg.launcher]
         local_rank = os.environ.get(variable, '0')
         os.environ[variable] = '-1'

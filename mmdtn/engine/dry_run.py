@@ -4,17 +4,17 @@ import sys
 import tempfile
 import time
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
 from mmengine.config import Config
 from mmengine.dist import get_world_size, is_main_process
 from mmengine.hooks import Hook
-from mmengine.registry import HOOKS
 from mmengine.runner import EpochBasedTrainLoop, Runner
 
 from .data_checks import check_data
-from .launch import add_hook, build_runner, checkpoint_settings
+from .launch import build_runner, checkpoint_settings
 
 
 def dry_run(cfg: Config, strict: bool = False) -> None:
@@ -22,8 +22,10 @@ def dry_run(cfg: Config, strict: bool = False) -> None:
     with tempfile.TemporaryDirectory(prefix='dry-run-') as work_dir:
         cfg.work_dir = work_dir
         checkpoint_settings(cfg).pop('out_dir', None)
-        add_hook(cfg, type='DryRunHook')
+        # A name of its own: mmengine gives a visualizer, with its folder, to all runs of a process that name it alike.
+        cfg.visualizer = dict(cfg.get('visualizer') or dict(type='Visualizer'), name=Path(work_dir).name)
         runner = build_runner(cfg)
+        runner.register_hook(_StopsAfterTwoSteps())
         check_data(runner, ('train', 'val'), strict)
         try:
             runner.train()
@@ -33,19 +35,16 @@ def dry_run(cfg: Config, strict: bool = False) -> None:
                 print(done)
         finally:
             runner.visualizer.close()
-            # mmengine would give it, with its folder, to the next run of this process that has one of the same name.
-            type(runner.visualizer)._instance_dict.pop(runner.visualizer.instance_name)
 
 
 class _Done(Exception):
     """Leaves the training loop; its text is the report."""
 
 
-@HOOKS.register_module()
-class DryRunHook(Hook):
+class _StopsAfterTwoSteps(Hook):
     """Ends the run after a step that it times. The step before pays for what happens only once."""
 
-    priority = 'LOWEST'
+    priority = 'LOWEST'  # the other hooks are part of a step
 
     def before_train(self, runner: Runner) -> None:
         self.last = runner.iter + min(2, runner.max_iters - runner.iter)

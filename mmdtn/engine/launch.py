@@ -10,10 +10,8 @@ from mmengine.config import Config, DictAction
 from mmengine.device import is_cuda_available, is_npu_available
 from mmengine.dist import barrier, is_distributed
 from mmengine.hooks import CheckpointHook
-from mmengine.registry import HOOKS, LOOPS, OPTIMIZERS, RUNNERS, VISBACKENDS
+from mmengine.registry import HOOKS, LOOPS, RUNNERS, VISBACKENDS
 from mmengine.runner import EpochBasedTrainLoop, IterBasedTrainLoop, Runner
-from mmengine.utils import is_installed
-from mmengine.visualization import TensorboardVisBackend
 from torch.distributed import destroy_process_group
 
 from mmdtn.errors import UserError
@@ -66,46 +64,44 @@ def has_accelerator() -> bool:
     return is_cuda_available() or is_npu_available()
 
 
-def make_dependable(cfg: Config, strict: bool) -> None:
-    """Adds what this project's engine does for a training run to a config that does not know of it.
+def add_runtime(cfg: Config, file: Path) -> list[str]:
+    """Merges configs/_base_/runtime.py into a config; returns a line for each thing that it adds or changes.
 
-    Here and not in the configs, so that any config of any MM package gets it.
+    Loops and hooks of other classes than mmengine's own stay as they are.
     """
-    if 'optimizer' in cfg.optim_wrapper:
-        class_of(cfg.optim_wrapper.optimizer, OPTIMIZERS)  # mmengine would not say which name is wrong
+    runtime, lines = Config.fromfile(file).runtime, []
+    ours = runtime.default_hooks.checkpoint
+    loop = class_of(cfg.train_cfg, LOOPS) if 'type' in cfg.train_cfg else None  # by_epoch decides then
+    if loop in (None, EpochBasedTrainLoop, IterBasedTrainLoop):
+        cfg.train_cfg.pop('by_epoch', None)  # mmengine refuses it next to a type
+        cfg.train_cfg.update(runtime.train_cfg)
+        lines.append(f'train_cfg: {runtime.train_cfg.type} in the place of {loop.__name__ if loop else "by_epoch"}')
     hooks = cfg.get('default_hooks') or {}
     checkpoint = hooks.get('checkpoint', dict(type=CheckpointHook, interval=1))  # mmengine's own default
     if checkpoint and class_of(checkpoint, HOOKS) is CheckpointHook:
-        cfg.default_hooks = dict(hooks, checkpoint=dict(checkpoint, type='WholeCheckpointHook'))
-    by_epoch = cfg.train_cfg.pop('by_epoch', False)
-    upstream = EpochBasedTrainLoop if by_epoch else IterBasedTrainLoop  # without a type, by_epoch decides
-    loop = class_of(cfg.train_cfg, LOOPS) if 'type' in cfg.train_cfg else upstream
-    resumable = {EpochBasedTrainLoop: 'ResumableEpochLoop', IterBasedTrainLoop: 'ResumableIterLoop'}
-    cfg.train_cfg.type = resumable.get(loop, loop)
-    add_hook(cfg, type='PendingGradientsHook')
-    add_hook(cfg, type='StopOnNonFiniteHook')
-    add_hook(cfg, type='ProgressHook')
-    add_hook(cfg, type='CheckClassesHook')
-    add_hook(cfg, type='MissedValidationHook')
-    add_hook(cfg, type='SkipBrokenImagesHook', strict=strict)
-    _write_tensorboard_logs(cfg)
-
-
-def add_hook(cfg: Config, **hook: Any) -> None:
-    """A hook of a class that the config does not have yet."""
-    present = cfg.get('custom_hooks') or []
-    if all(class_of(other, HOOKS) is not class_of(hook, HOOKS) for other in present):
-        cfg.custom_hooks = [*present, hook]
-
-
-def _write_tensorboard_logs(cfg: Config) -> None:
-    if not is_installed('tensorboard'):
-        return
+        cfg.default_hooks = dict(hooks, checkpoint={**checkpoint, **ours})
+        lines.append(f'default_hooks.checkpoint: {ours.type} in the place of CheckpointHook')
+    lines += [f'custom_hooks: {hook.type} added' for hook in runtime.custom_hooks if add_hook(cfg, **hook)]
     visualizer = cfg.get('visualizer') or dict(type='Visualizer')
-    backends = visualizer.get('vis_backends') or [dict(type='LocalVisBackend')]
-    if all(class_of(backend, VISBACKENDS) is not TensorboardVisBackend for backend in backends):
-        backends = [*backends, dict(type='TensorboardVisBackend')]
-    cfg.visualizer = dict(visualizer, vis_backends=backends)
+    backends = visualizer.get('vis_backends') or []
+    present = [class_of(backend, VISBACKENDS) for backend in backends]
+    added = [backend for backend in runtime.visualizer.vis_backends if class_of(backend, VISBACKENDS) not in present]
+    cfg.visualizer = dict(visualizer, vis_backends=[*backends, *added])
+    lines += [f'visualizer.vis_backends: {backend.type} added' for backend in added]
+    imports = cfg.get('custom_imports') or dict(imports=[])
+    if lines and 'mmdtn' not in imports['imports']:
+        cfg.custom_imports = dict(imports, imports=[*imports['imports'], *runtime.custom_imports.imports])
+        lines.append('custom_imports: mmdtn added')
+    return lines
+
+
+def add_hook(cfg: Config, **hook: Any) -> bool:
+    """Adds a hook, unless the config has one of its class; returns whether it did."""
+    present = cfg.get('custom_hooks') or []
+    if any(class_of(other, HOOKS) is class_of(hook, HOOKS) for other in present):
+        return False
+    cfg.custom_hooks = [*present, hook]
+    return True
 
 
 def check_exists(checkpoint: str) -> None:

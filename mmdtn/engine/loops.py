@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from mmengine.logging import print_log
 from mmengine.registry import LOOPS
-from mmengine.runner import EpochBasedTrainLoop, IterBasedTrainLoop, Runner
+from mmengine.runner import BaseLoop, EpochBasedTrainLoop, IterBasedTrainLoop, Runner
 from torch.utils.data import BatchSampler, DataLoader
 
 from .numbered_batch_sampler import NumberedBatchSampler, seed_everything
@@ -86,6 +86,17 @@ class ResumableIterLoop(IterBasedTrainLoop):
         super().run_iter(data_batch)
 
 
+@LOOPS.register_module(name='ResumableLoop')
+def resumable_loop(runner: Runner, dataloader: Any, **settings: Any) -> BaseLoop:
+    """Builds a loop by epochs for settings with ``max_epochs``, and one by iterations for settings with ``max_iters``.
+
+    Example:
+        train_cfg = dict(type='ResumableLoop', max_epochs=12, val_interval=1)
+    """
+    loop = ResumableEpochLoop if 'max_epochs' in settings else ResumableIterLoop
+    return loop(runner, dataloader, **settings)
+
+
 class _Batches:
     """What ``IterBasedTrainLoop`` takes its batches from; they never end."""
 
@@ -113,7 +124,10 @@ def _with_numbers(loader: Any, endless: bool = False) -> Any:
 
 
 def _show_batch_size(loader: DataLoader) -> None:
-    """PreciseBNHook of MMPretrain reads it. Beside a batch sampler torch leaves it None, and refuses to set it."""
+    """Sets the loader's batch size, which PreciseBNHook of MMPretrain reads.
+
+    Next to a batch sampler torch leaves it None, and has no public way to set it.
+    """
     if isinstance(loader.batch_sampler, NumberedBatchSampler):
         vars(loader)['batch_size'] = loader.batch_sampler.batch_size
 

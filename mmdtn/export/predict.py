@@ -10,14 +10,17 @@ import sys
 from pathlib import Path
 from typing import Any
 
-if sys.version_info < (3, 10):  # noqa: UP036  # this file runs where nobody has checked what the package asks for
+INSTALL = 'pip install numpy pillow onnxruntime'
+ALONE = __name__ == '__main__'  # and not imported by the package, which never ends the process
+if ALONE and sys.version_info < (3, 10):  # nobody has checked it where this file runs alone
     sys.exit('error: predict.py needs Python 3.10 or newer')
 try:
     import numpy as np
-    import onnxruntime
     from PIL import Image, ImageDraw, ImageOps
 except ModuleNotFoundError as error:
-    sys.exit(f'error: predict.py needs {error.name}: pip install numpy pillow onnxruntime')
+    if not ALONE:
+        raise
+    sys.exit(f'error: predict.py needs {error.name}: {INSTALL}')
 
 SUFFIXES = ('.jpg', '.jpeg', '.png', '.bmp', '.webp', '.tif', '.tiff')
 TOP = 5  # classes that a classifier names
@@ -28,6 +31,10 @@ class Model:
     """An exported model; it takes a Pillow image and gives a dict of plain numbers and names."""
 
     def __init__(self, path: str | Path) -> None:
+        try:
+            import onnxruntime  # not above: the package imports this file to write other formats, too
+        except ModuleNotFoundError as error:
+            raise ValueError(f'predict.py needs {error.name}: {INSTALL}') from None
         if not Path(path).is_file():
             raise ValueError(f'{path} does not exist: give the .onnx file that the export wrote')
         try:

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from mmengine.registry import MODELS
+from mmengine.registry import MODELS, init_default_scope
 from timm.utils import reparameterize_model
 from torch import nn
 
@@ -148,6 +148,7 @@ def test_what_is_not_affine_stays_and_says_why():
 
 @pytest.mark.parametrize('name', ['vit-class-token', 'pvt-class-token', 'swin-mean'])
 def test_a_linear_classifier_takes_in_the_last_norm(name):
+    init_default_scope('mmpretrain')
     backbone = trained(name, 'FeatureNorm')
     head = dict(type='LinearClsHead', num_classes=7, in_channels=backbone.num_features)
     options = dict(CASES[name].options, type=type(backbone).__name__, **everywhere(name, 'FeatureNorm'))

@@ -5,6 +5,7 @@ import copy
 import pytest
 import timm
 import torch
+from mmengine.registry import init_default_scope
 from mmpretrain.models.backbones import LeViT
 from mmpretrain.models.heads import LeViTClsHead
 from timm.utils import reparameterize_model
@@ -94,6 +95,7 @@ def test_another_size_is_timms(size):
     ],
 )
 def test_parameter_counts_are_the_published_ones(arch, two_heads, one_head):
+    init_default_scope('mmpretrain')
     with torch.device('meta'):
         backbone = LeViTDTN(arch, norm_cfg=None)
         peers = timm.create_model(f'levit_{arch}'), LeViT(arch)

@@ -229,9 +229,11 @@ def test_biases_by_distance_resize_only_when_asked():
 
 @pytest.mark.parametrize('two_heads', [False, True])
 def test_heads_of_levit_and_of_vision_transformers_find_their_names(two_heads):
-    from mmengine.registry import MODELS, DefaultScope
+    from mmengine.registry import MODELS, init_default_scope
 
     from . import published
+
+    init_default_scope('mmpretrain')
 
     def classifier(backbone, **head):
         return MODELS.build(
@@ -256,7 +258,6 @@ def test_heads_of_levit_and_of_vision_transformers_find_their_names(two_heads):
         weight = file.get('head.weight', file.get('head.layers.head.weight'))
         for model, name in ((vit, 'head.layers.head.weight'), (linear, 'head.fc.weight')):
             assert torch.equal(translate(file, model)[0][name], weight)
-    DefaultScope._instance_dict.clear()
 
 
 def test_a_url_is_fetched_once(tmp_path, monkeypatch):

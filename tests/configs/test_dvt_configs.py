@@ -138,7 +138,7 @@ def test_data_mixing_smoothing_and_moving_average(name, tmp_path):
     assert {type(mix).__name__: mix.alpha for mix in mixes} == {'Mixup': 0.8, 'CutMix': 1.0}
     loss = model.loss_module
     assert (type(loss).__name__, loss.label_smooth_val, loss.mode) == ('LabelSmoothLoss', 0.1, 'original')
-    (average,) = (HOOKS.build(hook) for hook in cfg.custom_hooks)
+    average = HOOKS.build(cfg.custom_hooks[0])
     assert isinstance(average, EMAHook) and average.ema_cfg['momentum'] == 4e-5
     assert cfg.train_dataloader.sampler.type == ('RepeatAugSampler' if 'deit' in name else 'DefaultSampler')
     assert cfg.default_hooks.checkpoint.save_best == 'accuracy/top1'

@@ -122,10 +122,11 @@ def test_the_learning_rate_warms_up_and_falls_as_a_cosine(built):
 def test_data_and_augmentation(built):
     runner, recipe = built
     loader = runner.train_dataloader
-    assert type(loader.sampler).__name__ == recipe['sampler'] and loader.sampler.shuffle
+    sampler = loader.batch_sampler.sampler
+    assert type(sampler).__name__ == recipe['sampler'] and sampler.shuffle
     assert loader.batch_size == recipe['batch'] and runner.auto_scale_lr['base_batch_size'] == 8 * recipe['batch']
     if recipe['sampler'] == 'RepeatAugSampler':
-        first = list(loader.sampler)[:126]
+        first = list(sampler)[:126]
         assert len(set(first)) == 42 and first[0] == first[1] == first[2]
     _, crop, flip, rand_augment, erase, _ = loader.dataset.pipeline.transforms
     assert (type(crop).__name__, crop.scale, crop.interpolation) == ('RandomResizedCrop', (224, 224), 'bicubic')

@@ -4,7 +4,6 @@ import json
 
 import pytest
 import torch
-from mmengine.registry import DefaultScope
 from PIL import Image
 
 from mmdtn import checkpoints
@@ -41,12 +40,6 @@ custom_hooks = [dict(type='EMAHook', momentum=0.5)]
 """
 
 
-@pytest.fixture(autouse=True)
-def scope():
-    yield
-    DefaultScope._instance_dict.clear()
-
-
 @pytest.fixture(scope='module')
 def trained(tmp_path_factory):
     """A folder with a config, and its training, the first time at once, the second time in two parts."""
@@ -57,7 +50,6 @@ def trained(tmp_path_factory):
     train([config, '--work-dir', str(folder / 'one')])
     train([config, '--work-dir', str(folder / 'two'), '--cfg-options', 'train_cfg.max_epochs=1'])
     train([config, '--work-dir', str(folder / 'two'), '--resume'])
-    DefaultScope._instance_dict.clear()
     return folder
 
 

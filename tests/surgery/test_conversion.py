@@ -9,7 +9,7 @@ import pytest
 import timm
 import torch
 import torch.multiprocessing as mp
-from mmengine.registry import MODELS, DefaultScope
+from mmengine.registry import MODELS
 from torch import nn
 from torch._dynamo.testing import CompileCounter
 from torch.nn.parallel import DistributedDataParallel
@@ -541,7 +541,6 @@ train_cfg = dict(max_epochs=1)
 def test_a_detector_with_a_converted_backbone_trains_by_the_command_line(tmp_path):
     data = write_coco(tmp_path / 'data', 4, 2)
     train([str(write_detector(tmp_path / 'config.py', data, CONVERTED)), '--work-dir', str(tmp_path / 'work')])
-    DefaultScope._instance_dict.clear()
     state = checkpoints.read(tmp_path / 'work' / 'epoch_1.pth')
     mixes = {key: value for key, value in state.items() if key.endswith('_mix')}
     assert {key.rpartition('.')[0] for key in mixes} == {

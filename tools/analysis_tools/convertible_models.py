@@ -24,7 +24,7 @@ from mmdtn import models
 from mmdtn.errors import readable_errors
 from mmdtn.norms import DTN
 from mmdtn.norms.dtn import mix_of
-from mmdtn.surgery import ConversionReport, convert_norms
+from mmdtn.surgery.conversion import ConversionReport, convert_norms
 
 TIMM = [
     'vit_tiny_patch16_224', 'deit3_small_patch16_224', 'beit_base_patch16_224', 'eva02_tiny_patch14_224',

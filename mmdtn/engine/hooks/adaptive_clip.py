@@ -14,9 +14,11 @@ class AdaptiveClipHook(Hook):
     """Shortens gradients that are long beside their weights (arXiv 2102.06171), as LeViT was trained.
 
     What leads to one output of a layer has a gradient of at most ``clip_factor`` times its own length; a length of less
-    than 1e-3 counts as that. It is done where the optimizer steps, so that it fits every optimizer wrapper: gradients
-    have accumulated by then, and a loss scale is out of them, but with optimizers of ``fused=True``, which take it out
-    themselves.
+    than 1e-3 counts as that.
+
+    mmengine calls no hook between the backward part and the optimizer's step, so a step hook of torch's optimizer
+    clips. That fits every optimizer wrapper: gradients have accumulated by then, and a loss scale is out of them,
+    except with optimizers of ``fused=True``, which take it out themselves.
     """
 
     def __init__(self, clip_factor: float = 0.01) -> None:

@@ -1,4 +1,4 @@
-"""A checkpoint that is to be tested, or gone on from, is of the model."""
+"""A checkpoint fits the model that is tested, resumed or started with it."""
 
 from mmengine.hooks import Hook
 from mmengine.model import is_model_wrapper
@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from mmdtn.errors import UserError
+from mmdtn.norms import start_new_task
 
 NAMED = 4  # of the tensors that do not fit
 OF_DTN = ('mean_mix', 'var_mix', 'position')
@@ -21,6 +22,7 @@ class CheckWeightsHook(Hook):
     """
 
     priority = 'VERY_HIGH'
+    hint = ''
 
     def after_load_checkpoint(self, runner: Runner, checkpoint: dict) -> None:
         model = runner.model
@@ -28,20 +30,43 @@ class CheckWeightsHook(Hook):
             return  # its parameters are in parts
         state = checkpoint.get('state_dict', checkpoint)
         found = {key.removeprefix('module.'): value for key, value in state.items()}
-        if wrong := misfits(getattr(model, 'module', model), found):  # of DDP, and of test-time augmentation
+        if wrong := self.misfits(getattr(model, 'module', model), found):  # of DDP, and of test-time augmentation
             more = f'; and {len(wrong) - NAMED} more' if len(wrong) > NAMED else ''
             raise UserError(
-                f'{runner._load_from} is not a checkpoint of the model of {runner.cfg.filename}: '
-                f'{"; ".join(wrong[:NAMED])}{more}'
+                f'{runner.cfg.get("load_from")} is not a checkpoint of the model of {runner.cfg.filename}: '
+                f'{"; ".join(wrong[:NAMED])}{more}{self.hint}'
             )
 
+    def misfits(self, model: nn.Module, state: dict) -> list[str]:
+        """Loads the state: modules that read older files translate names as they do."""
+        try:
+            missing, unexpected = model.load_state_dict(state, strict=False)
+        except RuntimeError as error:
+            return [line.strip(' \t.') for line in str(error).splitlines()[1:]]
+        return self.lacks(model, missing, unexpected)
 
-def misfits(model: nn.Module, state: dict) -> list[str]:
-    """Loads it: modules that read older files translate names as they do."""
-    try:
-        missing, unexpected = model.load_state_dict(state, strict=False)
-    except RuntimeError as error:
-        return [line.strip(' \t.') for line in str(error).splitlines()[1:]]
-    parameters = dict(model.named_parameters())
-    wrong = [f'the file has no {key}' for key in missing if key in parameters]
-    return wrong + [f'the model has no {key}' for key in unexpected if key.rpartition('.')[2] in OF_DTN]
+    def lacks(self, model: nn.Module, missing: list[str], unexpected: list[str]) -> list[str]:
+        parameters = dict(model.named_parameters())
+        wrong = [f'the file has no {key}' for key in missing if key in parameters]
+        return wrong + [f'the model has no {key}' for key in unexpected if key.rpartition('.')[2] in OF_DTN]
+
+
+@HOOKS.register_module()
+class StartFromWeightsHook(CheckWeightsHook):
+    """Starts a new training with the weights of another one, which may lack some; norms that count steps start at 0."""
+
+    hint = (
+        '. For a new head, of other classes, give the file as --cfg-options load_from=FILE instead: what does not fit '
+        'is left out then.'
+    )
+
+    def lacks(self, model: nn.Module, missing: list[str], unexpected: list[str]) -> list[str]:
+        if len(missing) < len(model.state_dict()):
+            return []
+        return [
+            f'none of its tensors has the name of one of the model; it has {", ".join(unexpected[:3])}. Published '
+            'files go through tools/model_converters/convert.py first'
+        ]
+
+    def before_train(self, runner: Runner) -> None:
+        start_new_task(runner.model)

@@ -10,7 +10,6 @@ from mmengine.registry import HOOKS
 from mmengine.runner import Runner
 from torch import Tensor
 
-from mmdtn.analysis.neighbourhood import lambdas, mean_distance
 from mmdtn.norms import DTN, DTN2d
 
 
@@ -53,6 +52,8 @@ class DTNMonitorHook(Hook):
             return
         for handle in self.handles:
             handle.remove()
+        from mmdtn.analysis.neighbourhood import lambdas, mean_distance  # of no use to runs without this hook
+
         scalars: dict[str, float] = {}
         for name, (height, width) in self.grids.items():
             layer = self.layers[name]

@@ -1,5 +1,6 @@
-"""The validation that a killed run did not finish is made up for."""
+"""Runs the validation that a killed run did not finish."""
 
+from bisect import bisect
 from pathlib import Path
 
 from mmengine.dist import broadcast_object_list, master_only
@@ -16,6 +17,9 @@ class MissedValidationHook(Hook):
 
     A checkpoint is saved before its validation. mmengine goes on behind both, so that the log would lack a point of its
     curves, and ``save_best`` a candidate; after the last validation there would be no result at all.
+
+    The validation runs in ``before_train``, because mmengine's loops go on from there to the next epoch, or to the end,
+    without another call.
     """
 
     priority = 'LOWEST'  # when the other hooks are ready
@@ -37,10 +41,10 @@ class MissedValidationHook(Hook):
 def _is_due(runner: Runner) -> bool:
     """Whether mmengine's training loops validate where the run is."""
     loop = runner.train_loop
-    loop._decide_current_val_interval()
     done, last = runner.iter, runner.max_iters
     if isinstance(loop, EpochBasedTrainLoop):
         done, last = runner.epoch, runner.max_epochs
         if runner.iter != done * len(loop.dataloader):
             return False
-    return done >= loop.val_begin and (done % loop.val_interval == 0 or done == last)
+    interval = loop.dynamic_intervals[bisect(loop.dynamic_milestones, done + 1) - 1]
+    return done >= loop.val_begin and (done % interval == 0 or done == last)

@@ -31,6 +31,9 @@ class StopOnNonFiniteHook(Hook):
     No GPU waits for it. The flag "the loss is finite" is queued right behind the forward part, and read before the
     optimizer's step, when the backward part is queued: that keeps the GPU busy while the process reads and queues the
     step. mmengine waits for the whole step at the end of each iteration anyway, where it reads the losses for its log.
+
+    mmengine calls no hook between the backward part and the optimizer's step, so the flag is read in a step hook of
+    torch's optimizer.
     """
 
     priority = 'HIGH'
@@ -49,7 +52,6 @@ class StopOnNonFiniteHook(Hook):
 
     def before_train_iter(self, runner: Runner, batch_idx: int, data_batch: Any = None) -> None:
         self.batch = data_batch
-        seed_everything(runner.seed, 0, runner.iter)  # as the resumable loops do, which this repeats
 
     @torch.no_grad()
     def _after_forward(self, model: nn.Module, args: tuple, kwargs: dict, losses: Any) -> None:
@@ -64,7 +66,7 @@ class StopOnNonFiniteHook(Hook):
         if flag is None or flag.finite_everywhere():
             return
         self.after_train(self.runner)
-        seed_everything(self.runner.seed, 0, self.runner.iter)
+        seed_everything(self.runner.seed, 0, self.runner.iter)  # as the resumable loops did before this step
         where = first_nonfinite_layer(self.runner, self.batch)
         if flag.loss.isfinite():
             raise NonFiniteError(f'the loss of another process than {get_rank()} is not finite.')

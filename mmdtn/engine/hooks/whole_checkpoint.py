@@ -26,6 +26,7 @@ class WholeCheckpointHook(CheckpointHook):
     def before_train(self, runner: Runner) -> None:
         write_whole_files()
         super().before_train(runner)
+        self.file_backend = _DeletesLater(self.file_backend)
         self._remove_partial_files()
 
     @master_only
@@ -35,42 +36,44 @@ class WholeCheckpointHook(CheckpointHook):
                 leftover.unlink()
 
     def after_train_iter(self, *args: Any, **kwargs: Any) -> None:
-        self._delete_last(super().after_train_iter, *args, **kwargs)
+        super().after_train_iter(*args, **kwargs)
+        self._delete_old()
 
     def after_train_epoch(self, *args: Any, **kwargs: Any) -> None:
-        self._delete_last(super().after_train_epoch, *args, **kwargs)
+        super().after_train_epoch(*args, **kwargs)
+        self._delete_old()
 
     def after_val_epoch(self, *args: Any, **kwargs: Any) -> None:
-        self._delete_last(super().after_val_epoch, *args, **kwargs)
+        super().after_val_epoch(*args, **kwargs)
+        self._delete_old()
 
-    def _delete_last(self, save: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-        backend = self.file_backend
-        self.file_backend = postponed = _Postponed(backend)
-        try:
-            save(*args, **kwargs)
-        finally:
-            self.file_backend = backend
+    def _delete_old(self) -> None:
         best = [getattr(self, 'best_ckpt_path', None), *getattr(self, 'best_ckpt_path_dict', {}).values()]
-        for remove, path in postponed.removals:
-            if path not in (self.last_ckpt, *best):  # those may have been written again under the same name
-                remove(path)
+        # New files may have the names of old ones.
+        self.file_backend.delete_all_but(self.last_ckpt, *best)
 
 
-class _Postponed:
-    """A file backend that notes what is to be deleted."""
+class _DeletesLater:
+    """A file backend that deletes nothing before ``delete_all_but`` is called."""
 
     def __init__(self, backend: Any) -> None:
-        self.backend = backend
-        self.removals: list[tuple[Any, str]] = []
+        self._backend = backend
+        self._deletions: list[tuple[Callable[[str], None], str]] = []
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.backend, name)
+        return getattr(self._backend, name)
 
     def remove(self, path: str) -> None:
-        self.removals.append((self.backend.remove, path))
+        self._deletions.append((self._backend.remove, path))
 
     def rmtree(self, path: str) -> None:
-        self.removals.append((self.backend.rmtree, path))
+        self._deletions.append((self._backend.rmtree, path))
+
+    def delete_all_but(self, *kept: str | None) -> None:
+        for delete, path in self._deletions:
+            if path not in kept:
+                delete(path)
+        self._deletions.clear()
 
 
 def newest_whole_checkpoint(work_dir: str | Path, *folders: str | Path) -> Path | None:
