@@ -1,5 +1,9 @@
-_base_ = 'mmdet::dino/dino-4scale_r50_8xb2-12e_coco.py'
-custom_imports = dict(imports=['mmdtn'])
+_base_ = ['mmdet::dino/dino-4scale_r50_8xb2-12e_coco.py', './runtime.py']
+custom_imports = _base_.runtime.custom_imports
+train_cfg = _base_.runtime.train_cfg
+default_hooks = _base_.runtime.default_hooks
+custom_hooks = _base_.runtime.custom_hooks
+visualizer = _base_.runtime.visualizer
 model = dict(
     backbone=dict(_delete_=True, type='SwinDTN', out_indices=(1, 2, 3)),
     neck=dict(in_channels=[192, 384, 768]),
