@@ -171,6 +171,10 @@ def here(line: str) -> str:
         line = f'make demo PYTHON={sys.executable}'
     elif line.startswith('python tools/train.py configs/'):
         line += ' --dry-run'
+    elif 'configs/demo/' in line:
+        loaders = [f'{split}_dataloader.dataset.data_root=data/few' for split in ('train', 'val', 'test')]
+        truth = [f'{split}_evaluator.ann_file=data/few/annotations/instances_val.json' for split in ('val', 'test')]
+        line = ' '.join([line, '--dry-run --cfg-options', *loaders, *truth])
     elif 'dist_train.sh' in line:
         line = line.replace('small.py 8', 'small.py 2') + ' --work-dir work_dirs/several'
     elif 'study.py' in line:
