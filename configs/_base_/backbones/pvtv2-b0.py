@@ -8,7 +8,7 @@ ln = dict(
 )
 dtn = dict(
     type='PVTDTN',
-    arch='b0',
+    arch=dict(base='b0', num_heads=(1, 2, 5, 8), norm_heads=(4, 4, 5, 8)),
     norm_cfg=dict(type='DTN', prenorm=False, eps=1e-6),
     init_cfg=dict(type='Pretrained', checkpoint=_file, warm_start=0.999),
 )
