@@ -20,8 +20,8 @@ from mmdtn.errors import first_line
 OPENMMLAB = dict(mmengine='onedl-mmengine', mmcv='onedl-mmcv', mmdet='onedl-mmdetection', mmpretrain='onedl-mmpretrain')
 # Import name and oldest version that will do. onedl's packages count on from OpenMMLab's: one bound holds for both.
 NEEDED = dict(
-    torch='2.6',
-    torchvision='0.21',
+    torch='2.7',  # whose Triton is the first to take the kernels' named tuples
+    torchvision='0.22',
     mmengine='0.10',
     mmcv='2.0',
     mmdet='3.0',
@@ -188,11 +188,11 @@ def _kernels_for_gpus() -> Finding:
     if triton is None:
         mend = 'pip install triton' if platform.system() == 'Linux' else ''
         return Finding('DTN in Triton', f'none, DTN runs in plain torch on GPUs: triton {error}', mend)
-    dtn_triton, error = _import('mmdtn.ops.dtn_triton')
-    if dtn_triton is None:
+    triton_check, error = _import('mmdtn.ops.triton_check')
+    if triton_check is None:
         return Finding('DTN in Triton', error, 'mend mmengine first')
     for i in range(torch.cuda.device_count()):
-        if wrong := dtn_triton.self_check(torch.device('cuda', i)):
+        if wrong := triton_check.check(torch.device('cuda', i), triton_check.LONG):
             report = 'results are right, but slower. Please report this line, with the GPU and the versions above'
             return Finding(
                 'DTN in Triton', f'{version} fails its check on GPU {i}, so plain torch runs: {wrong}', report

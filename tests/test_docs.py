@@ -12,11 +12,26 @@ from mmdtn.surgery.fusion import fuse
 from .pages import PAGES, REPO, commands, named
 
 
+def links(page):
+    """Targets in the repository; those of the badge are GitHub's pages about it."""
+    targets = re.findall(r'\]\(([^)]+)\)', page.read_text())
+    return [target for target in targets if not target.startswith(('http', '../../actions/'))]
+
+
+def test_every_page_is_reached_and_none_is_a_dead_end():
+    pages = {page: {(page.parent / target.partition('#')[0]).resolve() for target in links(page)} for page in PAGES}
+    reached, todo = set(), [REPO / 'README.md']
+    while todo:
+        page = todo.pop()
+        reached.add(page)
+        todo += pages.get(page, set()) - reached
+    assert {named(page) for page in PAGES} <= {named(page) for page in reached if page.is_relative_to(REPO)}
+    assert [named(page) for page in PAGES if not pages[page] & {*PAGES} - {page}] == []
+
+
 @pytest.mark.parametrize('page', PAGES, ids=named)
 def test_relative_links_resolve(page):
-    for target in re.findall(r'\]\(([^)]+)\)', page.read_text()):
-        if target.startswith('http'):
-            continue
+    for target in links(page):
         path, _, anchor = target.partition('#')
         linked = (page.parent / path).resolve() if path else page
         assert linked.exists(), target
@@ -122,7 +137,6 @@ def test_troubleshooting_quotes_messages_that_exist():
         'DTN takes B x H x W x C',
         'The class token cannot join before block',
         'DTN runs in plain torch, several times slower, as its C++ could not be built (',
-        'DTN needs compiled= no more, and ignores it',
         'There is no checkpoint',
         'The target has DTN layers, of which the file has no',
         'A warm start needs norm_cfg=',

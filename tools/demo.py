@@ -37,7 +37,7 @@ SCORE = 0.5  # what is drawn
 FIRST_SCORE = 0.3  # after the first epoch, when no object is certain yet
 # AP and AP50 of the same detector with LayerNorm, as README.md has them, and what trains it.
 LAYERNORM = dict(bbox=(0.461, 0.691), segm=(0.383, 0.647))
-TRAIN_LAYERNORM = 'tools/dist_train.sh configs/demo/mask-rcnn_pvt_shapes.py 2'
+TRAIN_LAYERNORM = 'tools/dist_train.sh configs/demo/mask-rcnn_pvt-ln_shapes.py 2'
 
 
 def parse_args() -> argparse.Namespace:

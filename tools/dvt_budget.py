@@ -21,7 +21,7 @@ from mmdtn import checkpoints
 from mmdtn.analysis import exit_flops
 from mmdtn.checkpoints import to_dvt
 from mmdtn.dvt import DVT, budget
-from mmdtn.dvt.evaluate import Answers, answers, build_loader, load_cascade, race
+from mmdtn.dvt.answers import Answers, answers, build_loader, load_cascade, race
 from mmdtn.dvt.results import BudgetCurve, published_file
 from mmdtn.engine.launch import check_exists
 from mmdtn.errors import UserError, readable_errors

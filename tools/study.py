@@ -12,6 +12,8 @@ from pathlib import Path
 from mmdtn.errors import UserError, readable_errors
 from mmdtn.studies import Study, jobs, records, run_all, write_results
 
+ROOT = Path(__file__).resolve().parents[1]
+
 
 def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -34,7 +36,7 @@ def run(args: argparse.Namespace) -> None:
         todo = [job for study in studies for job in jobs(study, args.variants, args.seeds)]
         todo.sort(key=lambda job: job.seed)  # of all studies the first seeds first
         try:
-            failures = run_all(todo, args.results, args.work_dir, args.processes)
+            failures = run_all(todo, args.results, args.work_dir, ROOT, args.processes)
         except KeyboardInterrupt:
             raise UserError('stopped; the same command goes on from the last checkpoints.') from None
     for study in studies:

@@ -1,14 +1,17 @@
 """What a model costs."""
 
 import itertools
+from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any
 
 import torch
-from mmengine.analysis import FlopAnalyzer
 from torch import Tensor, nn
+from torch.ops import aten
+from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 from mmdtn.norms import DTN
+from mmdtn.ops import Settings
 
 
 class SavedBytes:
@@ -51,40 +54,50 @@ def norm_flops(norm: nn.Module, height: int, width: int, channels: int) -> int:
     5 for each element, as mmengine has it for LayerNorm, and for DTN the products of P along rows and columns, with
     the tokens and with their squares.
     """
+    return _norm_flops(height, width, channels, norm.pool_size if isinstance(norm, DTN) else None)
+
+
+def _norm_flops(height: int, width: int, channels: int, pool_size: int | None) -> int:
     flops = 5 * height * width * channels
-    if isinstance(norm, DTN):
-        h, w = -(-height // norm.pool_size), -(-width // norm.pool_size)
+    if pool_size is not None:
+        h, w = -(-height // pool_size), -(-width // pool_size)
         flops += 2 * channels * h * w * (h + w)
     return flops
+
+
+def _per_element(number: int) -> Callable[..., int]:
+    """The formula of an operator whose first or only output has as many elements as it computes."""
+    return lambda *_, out_shape, **__: 2 * number * prod(out_shape if isinstance(out_shape[0], int) else out_shape[0])
+
+
+def _dtn_flops(x: Sequence[int], *arguments: Any, **others: Any) -> int:
+    images, height, width, channels = x
+    settings = Settings(*arguments[-len(Settings._fields) :])
+    pool_size = None if settings.identity else settings.pool_size
+    return 2 * images * _norm_flops(height, width, channels, pool_size)
+
+
+# In torch's unit, which counts a multiply-add as two; torch knows the formulas of products and convolutions.
+FORMULAS: dict[Any, Callable[..., int]] = {
+    torch.ops.mmdtn.dtn: _dtn_flops,
+    aten.native_layer_norm: _per_element(5),
+    aten.native_group_norm: _per_element(5),
+    aten.addcmul: _per_element(1),  # an affine map, as UN and FeatureNorm are in evaluation
+    aten._adaptive_avg_pool2d: lambda shape, *_, **__: 2 * prod(shape),
+    # torch's counter takes batch norms and F.interpolate apart; these are the parts that compute, and look cells up.
+    aten._native_batch_norm_legit_no_training: _per_element(2),
+    aten._unsafe_index: _per_element(1),
+    aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, v, *_, **__: sdpa_flop_count(q, k, v),
+}
 
 
 @torch.no_grad()
 def flops_by_module(model: nn.Module, image: Tensor) -> dict[str, int]:
     """FLOPs of ``model(image)``, the whole under ``''`` and each part under its name; a FLOP is a multiply-add."""
-    elements: dict[str, int] = {}
-    hooks = []
-    for name, module in model.named_modules():
-        if isinstance(module, DTN):
-            elements[name] = 0
-
-            def note(module: nn.Module, inputs: tuple[Tensor, ...], name: str = name) -> None:
-                elements[name] += inputs[0].numel()
-
-            hooks.append(module.register_forward_pre_hook(note))
-    model(image)
-    for hook in hooks:
-        hook.remove()
-    analyzer = FlopAnalyzer(model, (image,)).unsupported_ops_warnings(False).tracer_warnings('none')
-    analyzer.uncalled_modules_warnings(False).set_op_handle('aten::scaled_dot_product_attention', _attention_flops)
-    analyzer.set_op_handle('aten::matmul', _product_flops)
-    analyzer.set_op_handle('aten::addcmul', _elements)  # an affine map, as UN and FeatureNorm are in evaluation
-    flops = {name: int(n) for name, n in analyzer.by_module().items()}
-    # mmengine counts the products of P, but not the elementwise part: 5 for each element, as it says of LayerNorm.
-    for name, number in elements.items():
-        parts = name.split('.')
-        for whole in {'.'.join(parts[:i]) for i in range(len(parts) + 1)}:
-            flops[whole] = flops.get(whole, 0) + 5 * number
-    return flops
+    with FlopCounterMode(display=False, custom_mapping=FORMULAS) as counter:
+        model(image)
+    total = {name.partition('.')[2]: sum(by_op.values()) // 2 for name, by_op in counter.get_flop_counts().items()}
+    return total | {'': counter.get_total_flops() // 2}
 
 
 def exit_flops(model: nn.Module, image: Tensor) -> list[int]:
@@ -92,18 +105,3 @@ def exit_flops(model: nn.Module, image: Tensor) -> list[int]:
     flops = flops_by_module(model, image)
     exits = len(list(model.get_submodule('exits').children()))
     return list(itertools.accumulate(flops[f'exits.{i}'] for i in range(exits)))
-
-
-def _product_flops(inputs: list[Any], outputs: list[Any]) -> int:
-    """Of ``aten::matmul``, whose factors mmengine takes to have the same dimensions in front; P is broadcast."""
-    return prod(outputs[0].type().sizes()) * inputs[0].type().sizes()[-1]
-
-
-def _elements(inputs: list[Any], outputs: list[Any]) -> int:
-    return prod(outputs[0].type().sizes())
-
-
-def _attention_flops(inputs: list[Any], outputs: list[Any]) -> int:
-    """Scores and weighted sum of ``aten::scaled_dot_product_attention``, which mmengine does not count."""
-    query, key, value = (tensor.type().sizes() for tensor in inputs[:3])
-    return prod(query[:-1]) * key[-2] * (query[-1] + value[-1])

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from mmdtn import checkpoints
 from mmdtn.errors import nearest
 from mmdtn.norms import BatchStatisticsNorm, TokenNorm, needs_grid, start_new_task
+from mmdtn.norms.base import TORCHS_BATCH_AND_INSTANCE_NORMS
 from mmdtn.registry import class_of
 
 from .folding import FusesNorms, neighbours, replace, without_batch_norm
@@ -125,7 +126,7 @@ class Backbone(BaseModule):
                     part.eval()
         if mode and self.norm_eval:
             for module in self.modules():
-                if isinstance(module, (nn.modules.batchnorm._NormBase, BatchStatisticsNorm)):
+                if isinstance(module, (TORCHS_BATCH_AND_INSTANCE_NORMS, BatchStatisticsNorm)):
                     module.eval()
         return self
 

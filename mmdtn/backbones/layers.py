@@ -11,7 +11,8 @@ from timm.layers import DropPath
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from mmdtn.norms import BatchStatisticsNorm, Place, build_norm
+from mmdtn.norms import DTN, BatchStatisticsNorm, Place, build_norm
+from mmdtn.norms.base import TORCHS_BATCH_AND_INSTANCE_NORMS
 from mmdtn.norms.dtn import start_position
 
 from .folding import FusesNorms, Neighbour, border_in_front, fold_behind, fold_into, pad
@@ -51,7 +52,7 @@ def run_block(block: nn.Module, x: Tensor, *more: Any, again: bool) -> Tensor:
 @contextmanager
 def statistics_kept(block: nn.Module) -> Iterator[None]:
     """Batch norms do not count what they see meanwhile: else checkpointing would count each batch twice."""
-    kinds = (nn.modules.batchnorm._NormBase, BatchStatisticsNorm)
+    kinds = (TORCHS_BATCH_AND_INSTANCE_NORMS, BatchStatisticsNorm)
     norms = [m for m in block.modules() if m.training and isinstance(m, kinds)]
     kept = [(norm, name, value) for norm in norms for name, value in norm.named_buffers(recurse=False)]
     for norm, name, value in kept:
@@ -85,8 +86,8 @@ class Block(FusesNorms):
 
     def forward(self, x: Tensor, grid: tuple[int, int] | None = None) -> Tensor:
         """``x``: a map; or with a ``grid``, ``h x w``, one row ``B x 1 x (p + h w) x C``, p class tokens in front."""
-        x = x + self.drop_path(self.attn(normalise(self.norm1, x, grid)))
-        return x + self.drop_path(self.mlp(normalise(self.norm2, x, grid)))
+        x = add_branch(x, self.attn(normalise(self.norm1, x, grid)), self.drop_path)
+        return add_branch(x, self.mlp(normalise(self.norm2, x, grid)), self.drop_path)
 
     def neighbours(self) -> dict[str, Neighbour]:
         return dict(
@@ -96,10 +97,22 @@ class Block(FusesNorms):
 
 
 def normalise(norm: nn.Module, x: Tensor, grid: tuple[int, int] | None) -> Tensor:
-    """``norm(x)``; where ``x`` is one row, a norm that works on the grid is told which tokens lie there."""
-    if grid is None or not getattr(norm, 'NEEDS_GRID', False):
+    """``norm(x)`` for linear layers and convolutions.
+
+    Where ``x`` is one row, a norm that works on the grid is told which tokens lie there.
+    """
+    if not isinstance(norm, DTN):
         return norm(x)
-    return norm(x[:, 0], grid, x.shape[2] - grid[0] * grid[1])[:, None]
+    if grid is None:
+        return norm(x, feeds_autocast=True)
+    return norm(x[:, 0], grid, x.shape[2] - grid[0] * grid[1], feeds_autocast=True)[:, None]
+
+
+def add_branch(x: Tensor, branch: Tensor, drop_path: nn.Module) -> Tensor:
+    """``x + drop_path(branch)``, with the product and the sum in one pass over memory."""
+    if not (drop_path.training and isinstance(drop_path, DropPath)):
+        return x + branch
+    return torch.addcmul(x, branch, drop_path(branch.new_ones(len(branch), *[1] * (branch.dim() - 1))))
 
 
 class Attention(FusesNorms):

@@ -163,8 +163,8 @@ class ShrinkingBlock(layers.Block):
 
     def forward(self, x: Tensor, grid: tuple[int, int] | None = None) -> Tensor:
         """``grid`` is never needed: there is no class token."""
-        x = self.attn(self.norm1(x))
-        return x + self.drop_path(self.mlp(self.norm2(x)))
+        x = self.attn(layers.normalise(self.norm1, x, None))
+        return layers.add_branch(x, self.mlp(layers.normalise(self.norm2, x, None)), self.drop_path)
 
 
 class _LiveBiases:

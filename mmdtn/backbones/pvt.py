@@ -90,28 +90,33 @@ class PVTDTN(Backbone):
         drop_path_rate = a['drop_path_rate'] if drop_path_rate is None else drop_path_rate
         drop_paths = iter(drop_path_rates(drop_path_rate, sum(a['depths'])))
         check_other_norms(other_norm_cfg)
-        side = img_size
+        second = self.version == 2
+        side, channels = img_size, in_channels
         self.stages = nn.ModuleList()
-        for i in range(STAGES):
+        for i, width in enumerate(a['widths']):
             side = -(-side // (4 if i == 0 else 2))
-            self.stages.append(
-                Stage(
-                    in_channels=in_channels if i == 0 else a['widths'][i - 1],
-                    channels=a['widths'][i],
-                    num_heads=a['num_heads'][i],
-                    mlp_ratio=a['mlp_ratios'][i],
-                    sr_ratio=a['sr_ratios'][i],
-                    drop_paths=list(itertools.islice(drop_paths, a['depths'][i])),
-                    norm_cfg=norm_cfg if i in dtn_stages else other_norm_cfg,
-                    other_norm_cfg=other_norm_cfg,
-                    place=Place(a['norm_heads'][i], POOL_SIZES[i], eps=1e-6),
-                    first=i == 0,
-                    version=self.version,
-                    side=side,
-                    with_cp=with_cp,
-                    rpe=rpe if i in dtn_stages else False,
+            place = Place(a['norm_heads'][i], POOL_SIZES[i], eps=1e-6)
+            near_conv = place._replace(eps=1e-5 if second else 1e-6)
+            embed_norm = build_norm(other_norm_cfg, width, near_conv)
+            patch_embed = PatchEmbed(channels, width, 4 if i == 0 else 2, second, embed_norm)
+            heads, sr_ratio, own = a['num_heads'][i], a['sr_ratios'][i], i in dtn_stages
+            blocks = [
+                Block(
+                    width,
+                    Attention(
+                        width, heads, sr_ratio, build_norm(other_norm_cfg, width, near_conv), rpe=rpe if own else False
+                    ),
+                    ConvMlp(width, int(width * a['mlp_ratios'][i]), conv=second),
+                    drop_path,
+                    norm_cfg if own else other_norm_cfg,
+                    place,
                 )
-            )
+                for drop_path in itertools.islice(drop_paths, a['depths'][i])
+            ]
+            pos_embed = None if second else nn.Parameter(torch.zeros(1, side, side, width))
+            norm = build_norm(other_norm_cfg, width, place) if second else nn.Identity()
+            self.stages.append(Stage(patch_embed, pos_embed, blocks, norm, with_cp))
+            channels = width
         if self.takes_class_token:
             self.cls_token = nn.Parameter(torch.zeros(1, 1, 1, self.num_features))
             self.cls_pos = nn.Parameter(torch.zeros(1, 1, 1, self.num_features))
@@ -150,39 +155,18 @@ class Stage(nn.Module):
 
     def __init__(
         self,
-        in_channels: int,
-        channels: int,
-        num_heads: int,
-        mlp_ratio: float,
-        sr_ratio: int,
-        drop_paths: list[float],
-        norm_cfg: dict[str, Any],
-        other_norm_cfg: dict[str, Any],
-        place: Place,
-        first: bool,
-        version: int,
-        side: int,
+        patch_embed: nn.Module,
+        pos_embed: nn.Parameter | None,
+        blocks: Sequence[nn.Module],
+        norm: nn.Module,
         with_cp: bool,
-        rpe: bool | str,
     ) -> None:
         super().__init__()
         self.with_cp = with_cp
-        near_conv = place._replace(eps=1e-5 if version == 2 else 1e-6)
-        embed_norm = build_norm(other_norm_cfg, channels, near_conv)
-        self.patch_embed = PatchEmbed(in_channels, channels, 4 if first else 2, version == 2, embed_norm)
-        self.pos_embed = nn.Parameter(torch.zeros(1, side, side, channels)) if version == 1 else None
-        self.blocks = nn.ModuleList(
-            Block(
-                channels,
-                Attention(channels, num_heads, sr_ratio, build_norm(other_norm_cfg, channels, near_conv), rpe=rpe),
-                ConvMlp(channels, int(channels * mlp_ratio), conv=version == 2),
-                drop_path,
-                norm_cfg,
-                place,
-            )
-            for drop_path in drop_paths
-        )
-        self.norm = build_norm(other_norm_cfg, channels, place) if version == 2 else nn.Identity()
+        self.patch_embed = patch_embed
+        self.pos_embed = pos_embed
+        self.blocks = nn.ModuleList(blocks)
+        self.norm = norm
 
     def embed(self, x: Tensor) -> Tensor:
         """``B x C x H x W`` to tokens ``B x h x w x C``."""

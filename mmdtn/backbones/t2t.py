@@ -16,7 +16,7 @@ from mmdtn.norms import Place, build_norm
 
 from .base import architecture, check_other_norms
 from .folding import FusesNorms, Neighbour, fold_into
-from .vit import PlainBackbone
+from .vit import PlainBackbone, ViTOptions
 
 Split = tuple[int, int, int]  # kernel, stride, padding
 SPLITS: tuple[Split, ...] = ((7, 4, 2), (3, 2, 1), (3, 2, 1))
@@ -39,23 +39,9 @@ class T2TViTDTN(PlainBackbone):
         arch: ``'t-14' | 't-19' | 't-24'``, whose token module attends as transformers do; ``'14'``, where it attends as
             performers do; or a dict of the fields of ``ARCHS``; with a name under ``'base'``, only of those that differ
             from it.
-        norm_cfg: Normaliser of the first ``dtn_layers`` blocks: ``dict(type='DTN')``; ``dict(type='LN')`` is the
-            published T2T-ViT, or any registered one that works on ``B x H x W x C``.
-        dtn_layers: How many blocks take ``norm_cfg``.
-        other_norm_cfg: Normaliser of the token module, of the other blocks, and of the one behind the last; not DTN.
-        cls_from: Block, from 0, before which the class token joins. None: for ``'cls_token'`` after the blocks with
-            DTN, or before the first with another normaliser; for the other outputs never.
-        out_indices: Blocks, from 0 or backwards from -1, whose maps ``'featmap'`` returns. Later blocks are not built.
-        out_type: ``'cls_token'``, a tuple of one ``B x C``; ``'avg_featmap'``, the same from the mean over the grid; or
-            ``'featmap'``, a tuple of ``B x C x H x W``. The last block is followed by a norm.
         img_size: Side of the images for which the position table is made; it is resized for others.
         in_channels: Channels of the image.
-        drop_path_rate: Stochastic depth of the last block.
-        frozen_stages: -1 nothing, 0 the token module, n also the first n blocks.
-        norm_eval: Keep batch norms, should ``norm_cfg`` bring any, in evaluation mode.
-        with_cp: Compute each block again in the backward pass, to save memory.
-        fused: Norms that were fused into their neighbours: tools/model_converters/fuse.py writes this.
-        init_cfg: ``dict(type='Pretrained', checkpoint=..., prefix='backbone.')`` loads what MMPretrain saved.
+        options: Fields of :class:`ViTOptions`; stage 0 of ``frozen_stages`` is the token module.
 
     Example:
         >>> (features,) = T2TViTDTN('t-14')(torch.randn(1, 3, 64, 96))
@@ -67,42 +53,16 @@ class T2TViTDTN(PlainBackbone):
     def __init__(
         self,
         arch: str | dict = 't-14',
-        norm_cfg: dict = dict(type='DTN'),  # noqa: B006  # MM's convention; never written to
-        dtn_layers: int = 10,
-        other_norm_cfg: dict = dict(type='LN'),  # noqa: B006
-        cls_from: int | None = None,
-        out_indices: Sequence[int] = (-1,),
-        out_type: str = 'cls_token',
         img_size: int = 224,
         in_channels: int = 3,
-        drop_path_rate: float = 0.1,
-        frozen_stages: int = -1,
-        norm_eval: bool = False,
-        with_cp: bool = False,
-        fused: Sequence[str] = (),
-        init_cfg: dict | None = None,
+        **options: Any,
     ) -> None:
-        a = architecture(arch, ARCHS)
+        a, shared = architecture(arch, ARCHS), ViTOptions(**options)
         side = tokens_along(img_size, SPLITS)
-        super().__init__(
-            a,
-            TokensToToken(in_channels, a['width'], a['performer'], norm_cfg=check_other_norms(other_norm_cfg)),
-            sines(1 + side * side, a['width'])[1:].view(1, side, side, -1),  # row 0 is the class token's
-            norm_cfg,
-            dtn_layers,
-            other_norm_cfg,
-            cls_from,
-            out_indices,
-            out_type,
-            drop_path_rate,
-            frozen_stages,
-            norm_eval,
-            with_cp,
-            fused,
-            init_cfg,
-            eps=EPS,
-            qkv_bias=False,
-        )
+        norm_cfg = check_other_norms(shared.other_norm_cfg)
+        tokens = TokensToToken(in_channels, a['width'], a['performer'], norm_cfg=norm_cfg)
+        pos_embed = sines(1 + side * side, a['width'])[1:].view(1, side, side, -1)  # row 0 is the class token's
+        super().__init__(a, tokens, pos_embed, shared, eps=EPS, qkv_bias=False)
 
     def init_weights(self) -> None:
         super().init_weights()

@@ -1,6 +1,7 @@
 """Vision Transformers of one resolution, with DTN or any other normaliser in their blocks."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -14,8 +15,44 @@ from .base import Backbone, architecture, check_other_norms
 from .layers import Attention, Block, ConvMlp, drop_path_rates, pad_to_multiple, run_block
 
 
+@dataclass(frozen=True)
+class ViTOptions:
+    """Arguments that backbones of one resolution share.
+
+    Args:
+        norm_cfg: Normaliser of the first ``dtn_layers`` blocks: ``dict(type='DTN')``; ``dict(type='LN')`` is the
+            published model, or any registered one that works on ``B x H x W x C``.
+        dtn_layers: How many blocks take ``norm_cfg``.
+        other_norm_cfg: Normaliser of all other blocks and layers, and of the one behind the last block; not DTN.
+        cls_from: Block, from 0, before which the class token joins. None: for ``'cls_token'`` after the blocks with
+            DTN or ``rpe``, or before the first with another normaliser; for the other outputs never.
+        out_indices: Blocks, from 0 or backwards from -1, whose maps ``'featmap'`` returns. Later blocks are not built.
+        out_type: ``'cls_token'``, a tuple of one ``B x C``; ``'avg_featmap'``, the same from the mean over the grid; or
+            ``'featmap'``, a tuple of ``B x C x H x W``. The last block is followed by a norm.
+        drop_path_rate: Stochastic depth of the last block.
+        frozen_stages: -1 nothing, 0 the patch and position embedding, n also the first n blocks.
+        norm_eval: Keep batch norms, should ``norm_cfg`` bring any, in evaluation mode.
+        with_cp: Compute each block again in the backward pass, to save memory.
+        fused: Norms that were fused into their neighbours: tools/model_converters/fuse.py writes this.
+        init_cfg: ``dict(type='Pretrained', checkpoint=..., prefix='backbone.')`` loads what MMPretrain saved.
+    """
+
+    norm_cfg: dict = field(default_factory=lambda: dict(type='DTN'))
+    dtn_layers: int = 10
+    other_norm_cfg: dict = field(default_factory=lambda: dict(type='LN'))
+    cls_from: int | None = None
+    out_indices: Sequence[int] = (-1,)
+    out_type: str = 'cls_token'
+    drop_path_rate: float = 0.1
+    frozen_stages: int = -1
+    norm_eval: bool = False
+    with_cp: bool = False
+    fused: Sequence[str] = ()
+    init_cfg: dict | None = None
+
+
 class PlainBackbone(Backbone):
-    """Blocks of one width on one grid, the first ones normalised by ``norm_cfg``; arguments as in :class:`ViTDTN`.
+    """Blocks of one width on one grid, the first ones normalised by ``norm_cfg``.
 
     A subclass makes tokens of an image. ``pos_embed``, ``1 x h x w x C``, is learned if it is a parameter.
     """
@@ -25,23 +62,14 @@ class PlainBackbone(Backbone):
         arch: dict[str, Any],
         patch_embed: nn.Module,
         pos_embed: Tensor,
-        norm_cfg: dict,
-        dtn_layers: int,
-        other_norm_cfg: dict,
-        cls_from: int | None,
-        out_indices: Sequence[int],
-        out_type: str,
-        drop_path_rate: float,
-        frozen_stages: int,
-        norm_eval: bool,
-        with_cp: bool,
-        fused: Sequence[str],
-        init_cfg: dict | None,
+        options: ViTOptions,
         eps: float,
         qkv_bias: bool,
         rpe: bool | str = False,
     ) -> None:
-        super().__init__(frozen_stages, norm_eval, init_cfg)
+        super().__init__(options.frozen_stages, options.norm_eval, options.init_cfg)
+        norm_cfg, other_norm_cfg, dtn_layers = options.norm_cfg, options.other_norm_cfg, options.dtn_layers
+        out_indices, out_type, cls_from = options.out_indices, options.out_type, options.cls_from
         width, depth, num_heads = arch['width'], arch['depth'], arch['num_heads']
         if out_type not in ('cls_token', 'avg_featmap', 'featmap'):
             raise ValueError(f"out_type={out_type!r}: choose 'cls_token', 'avg_featmap' or 'featmap'.")
@@ -62,7 +90,7 @@ class PlainBackbone(Backbone):
             )
         self.out_type = out_type
         self.cls_from = cls_from
-        self.with_cp = with_cp
+        self.with_cp = options.with_cp
         self.num_features = width
         self.out_indices = tuple(i % depth for i in out_indices) if out_type == 'featmap' else (depth - 1,)
 
@@ -85,15 +113,15 @@ class PlainBackbone(Backbone):
                 cfg,
                 place,
             )
-            for i, (rate, cfg) in enumerate(zip(drop_path_rates(drop_path_rate, depth), norms, strict=True))
+            for i, (rate, cfg) in enumerate(zip(drop_path_rates(options.drop_path_rate, depth), norms, strict=True))
         )[: max(self.out_indices) + 1]
         if depth - 1 in self.out_indices:
             self.norm = build_norm(other_norm_cfg, width, place)
         self.last_norm = None if out_type == 'featmap' else 'norm'
         self.depth = depth
-        if with_cp:
+        if self.with_cp:
             self.check_checkpointing()
-        self.make_room(fused)
+        self.make_room(options.fused)
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         x = self.tokens(x)
@@ -137,26 +165,12 @@ class ViTDTN(PlainBackbone):
     Args:
         arch: ``'t' | 't*' | 's' | 's*' | 'b' | 'b*'``, or a dict of the fields of ``ARCHS``; with a name under
             ``'base'``, only of those that differ from it.
-        norm_cfg: Normaliser of the first ``dtn_layers`` blocks: ``dict(type='DTN')``; ``dict(type='LN')`` is the
-            published ViT, or any registered one that works on ``B x H x W x C``.
-        dtn_layers: How many blocks take ``norm_cfg``.
-        other_norm_cfg: Normaliser of the other blocks, and of the one behind the last block; not DTN.
-        cls_from: Block, from 0, before which the class token joins. None: for ``'cls_token'`` after the blocks with
-            DTN or ``rpe``, or before the first with another normaliser; for the other outputs never.
-        out_indices: Blocks, from 0 or backwards from -1, whose maps ``'featmap'`` returns. Later blocks are not built.
-        out_type: ``'cls_token'``, a tuple of one ``B x C``; ``'avg_featmap'``, the same from the mean over the grid; or
-            ``'featmap'``, a tuple of ``B x C x H x W``. The last block is followed by a norm.
         img_size: Side of the images for which the position embedding is held; it is resized for others.
         patch_size: Side of a patch.
         in_channels: Channels of the image.
-        drop_path_rate: Stochastic depth of the last block.
-        frozen_stages: -1 nothing, 0 the patch and position embedding, n also the first n blocks.
-        norm_eval: Keep batch norms, should ``norm_cfg`` bring any, in evaluation mode.
-        with_cp: Compute each block again in the backward pass, to save memory.
         rpe: True adds relative position to the attention of the first ``dtn_layers`` blocks, as DTN's P has it (Eq. 6):
             three numbers for each head. ``'local'`` starts them as Eq. 7 says.
-        fused: Norms that were fused into their neighbours: tools/model_converters/fuse.py writes this.
-        init_cfg: ``dict(type='Pretrained', checkpoint=..., prefix='backbone.')`` loads what MMPretrain saved.
+        options: Fields of :class:`ViTOptions`.
 
     Example:
         >>> (features,) = ViTDTN('t*')(torch.randn(1, 3, 64, 96))
@@ -168,45 +182,17 @@ class ViTDTN(PlainBackbone):
     def __init__(
         self,
         arch: str | dict = 's*',
-        norm_cfg: dict = dict(type='DTN'),  # noqa: B006  # MM's convention; never written to
-        dtn_layers: int = 10,
-        other_norm_cfg: dict = dict(type='LN'),  # noqa: B006
-        cls_from: int | None = None,
-        out_indices: Sequence[int] = (-1,),
-        out_type: str = 'cls_token',
         img_size: int = 224,
         patch_size: int = 16,
         in_channels: int = 3,
-        drop_path_rate: float = 0.1,
-        frozen_stages: int = -1,
-        norm_eval: bool = False,
-        with_cp: bool = False,
         rpe: bool | str = False,
-        fused: Sequence[str] = (),
-        init_cfg: dict | None = None,
+        **options: Any,
     ) -> None:
         a = architecture(arch, ARCHS)
         side = -(-img_size // patch_size)
-        super().__init__(
-            a,
-            nn.Conv2d(in_channels, a['width'], patch_size, patch_size),
-            nn.Parameter(torch.zeros(1, side, side, a['width'])),
-            norm_cfg,
-            dtn_layers,
-            other_norm_cfg,
-            cls_from,
-            out_indices,
-            out_type,
-            drop_path_rate,
-            frozen_stages,
-            norm_eval,
-            with_cp,
-            fused,
-            init_cfg,
-            eps=1e-6,
-            qkv_bias=True,
-            rpe=rpe,
-        )
+        patch_embed = nn.Conv2d(in_channels, a['width'], patch_size, patch_size)
+        pos_embed = nn.Parameter(torch.zeros(1, side, side, a['width']))
+        super().__init__(a, patch_embed, pos_embed, ViTOptions(**options), eps=1e-6, qkv_bias=True, rpe=rpe)
         self.patch_size = patch_size
 
     def tokens(self, images: Tensor) -> Tensor:

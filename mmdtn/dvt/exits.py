@@ -8,9 +8,9 @@ import torch.nn.functional as F
 from timm.layers import DropPath, Mlp, resample_abs_pos_embed
 from torch import Tensor, nn
 
-from mmdtn.backbones.layers import drop_path_rates, light_checkpoint
+from mmdtn.backbones.layers import add_branch, drop_path_rates, light_checkpoint
 from mmdtn.backbones.t2t import sines
-from mmdtn.norms import Place, build_norm
+from mmdtn.norms import DTN, Place, build_norm
 
 from .reuse import EMBEDDED, FeatureReuse, Grid, RelationReuse, Upstream
 from .stems import PatchStem, t2t_stem
@@ -90,17 +90,17 @@ class ExitBlock(nn.Module):
         self, x: Tensor, grid: Grid, upstream: Upstream | None, added: Tensor | None, hand_on: bool
     ) -> tuple[Tensor, Tensor | None]:
         out, logits = self.attn(_normalise(self.norm1, x, grid), added, hand_on)
-        x = x + self.drop_path(out)
+        x = add_branch(x, out, self.drop_path)
         joined = x
         if self.features is not None:
             assert upstream is not None  # only a first exit has none, and it reuses nothing
             joined = torch.cat((x, self.features(upstream, grid)), -1)
-        return x + self.drop_path(self.mlp(_normalise(self.norm2, joined, grid))), logits
+        return add_branch(x, self.mlp(_normalise(self.norm2, joined, grid)), self.drop_path), logits
 
 
 def _normalise(norm: nn.Module, x: Tensor, grid: Grid) -> Tensor:
-    """The class token, in front, has no place on the grid."""
-    return norm(x, grid, num_prefix_tokens=1) if getattr(norm, 'NEEDS_GRID', False) else norm(x)
+    """``norm(x)`` for linear layers. The class token, in front, has no place on the grid."""
+    return norm(x, grid, num_prefix_tokens=1, feeds_autocast=True) if isinstance(norm, DTN) else norm(x)
 
 
 class Exit(nn.Module):

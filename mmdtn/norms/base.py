@@ -5,6 +5,8 @@ import inspect
 import torch
 from torch import Tensor, nn
 
+TORCHS_BATCH_AND_INSTANCE_NORMS = nn.modules.batchnorm._NormBase  # torch has no public name for them all
+
 
 class TokenNorm(nn.Module):
     """Normalises tokens with channels last: ``B x H x W x C``, ``B x T x C``, or ``B x 1 x (T + 1) x C``.

@@ -10,13 +10,15 @@ import torch
 from mmengine.registry import MODELS
 from torch import nn
 
+from .base import TORCHS_BATCH_AND_INSTANCE_NORMS
 from .batch import TokenBN
+from .dtn import DTN
 from .image import TokenGN, TokenIN
 
 # MM registers channels-first classes under the first three names. Identity is what fusing leaves of a norm.
 SIBLINGS: dict[str, type[nn.Module]] = {'BN': TokenBN, 'IN': TokenIN, 'GN': TokenGN, 'Identity': nn.Identity}
 CHANNELS_FIRST = (
-    nn.modules.batchnorm._NormBase,  # every batch and instance norm; torch has no public name for them all
+    TORCHS_BATCH_AND_INSTANCE_NORMS,
     nn.GroupNorm,
 )
 
@@ -49,10 +51,18 @@ def build_norm(cfg: dict[str, Any] | None, channels: int, place: Place = ANYWHER
     norm = norm_class(cfg)
     from_place = ('eps',) if norm is nn.LayerNorm else getattr(norm, 'FROM_PLACE', ())
     options = {name: getattr(place, name) for name in from_place} | cfg
+    if issubclass(norm, DTN):
+        options = _without_retired(options)
     module = norm(channels, **{name: value for name, value in options.items() if name != 'type'})
     if norm.__module__.partition('.')[0] not in ('torch', 'mmdtn') and not _takes_channels_last(module, channels):
         raise _channels_first(cfg, norm)
     return module
+
+
+def _without_retired(options: dict[str, Any]) -> dict[str, Any]:
+    """Translates settings of DTN that configs, and checkpoints with configs, have up to version 0.3."""
+    fixed = {} if options.get('mix_mean', True) else dict(mean_lambda=1.0)
+    return {name: value for name, value in options.items() if name not in ('compiled', 'mix_mean')} | fixed
 
 
 def _takes_channels_last(norm: nn.Module, channels: int) -> bool:

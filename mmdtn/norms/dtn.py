@@ -3,7 +3,6 @@
 import inspect
 import itertools
 import math
-import warnings
 from typing import Any
 
 import torch
@@ -11,7 +10,7 @@ from mmengine.registry import MODELS
 from timm.layers import trunc_normal_
 from torch import Tensor, nn
 
-from mmdtn.ops import Settings, Tensors, dtn
+from mmdtn.ops import Settings, Tensors, dtn, prepare
 
 POSITIONS = ('learned', 'uniform', 'identity')
 POSITION_INITS = ('local', 'trunc_normal')
@@ -39,14 +38,12 @@ class DTN(nn.Module):
         eps: Added to the variance (and to the mean square of ``prenorm``).
         affine: Learn ``weight`` and ``bias``.
         prenorm: Divide each head's slice of each token by its root mean square first, as the published models do.
-        mix_mean: False takes LayerNorm's mean and mixes only the variance.
-        mean_lambda: A number fixes lambda_mean; None learns it from 1/2.
+        mean_lambda: A number fixes lambda_mean; None learns it from 1/2. 1 takes LayerNorm's mean.
         var_lambda: The same for lambda_var.
         position: ``'learned'`` coefficients of P, a ``'uniform'`` P, or the ``'identity'``.
         position_init: Start of the learned coefficients: ``'local'`` (Eq. 7) or ``'trunc_normal'``.
         unbiased: Divide LayerNorm's variance by C - 1, as the published code does.
         pool_second_moment: False ignores the variance inside a cell, as the published code does.
-        compiled: Does nothing; configs saved in older checkpoints have it.
 
     Shapes:
         ``B x H x W x C``, or ``B x (p + H W) x C`` with ``hw_shape=(H, W)`` and ``num_prefix_tokens=p``; the output has
@@ -72,23 +69,19 @@ class DTN(nn.Module):
         eps: float = 1e-5,
         affine: bool = True,
         prenorm: bool = True,
-        mix_mean: bool = True,
         mean_lambda: float | None = None,
         var_lambda: float | None = None,
         position: str = 'learned',
         position_init: str = 'local',
         unbiased: bool = False,
         pool_second_moment: bool = True,
-        compiled: bool | None = None,
     ) -> None:
         super().__init__()
-        if compiled is not None:
-            warnings.warn('DTN needs compiled= no more, and ignores it: leave it out of norm_cfg.', stacklevel=2)
         self.num_features = num_features
         self.num_heads = num_heads
         self.pool_size = pool_size
         self.position_init = position_init
-        self.mean_lambda = mean_lambda if mix_mean else 1.0
+        self.mean_lambda = mean_lambda
         self.var_lambda = var_lambda
         self.options: dict[str, Any] = dict(
             num_heads=num_heads,
@@ -96,7 +89,6 @@ class DTN(nn.Module):
             eps=eps,
             affine=affine,
             prenorm=prenorm,
-            mix_mean=mix_mean,
             mean_lambda=mean_lambda,
             var_lambda=var_lambda,
             position=position,
@@ -131,8 +123,27 @@ class DTN(nn.Module):
         if self.position is not None:
             start_position(self.position, self.position_init)
 
-    def forward(self, x: Tensor, hw_shape: tuple[int, int] | None = None, num_prefix_tokens: int = 0) -> Tensor:
+    def _apply(self, *args: Any, **kwargs: Any) -> 'DTN':
+        # torch has no public hook for a move to another device; torch.nn.RNNBase overrides this method as well.
+        super()._apply(*args, **kwargs)
+        for parameter in self.parameters(recurse=False):
+            prepare(parameter.device)
+        return self
+
+    def forward(
+        self,
+        x: Tensor,
+        hw_shape: tuple[int, int] | None = None,
+        num_prefix_tokens: int = 0,
+        feeds_autocast: bool = False,
+    ) -> Tensor:
+        """``feeds_autocast``: every consumer of the output is a layer that autocast runs in half precision.
+
+        Autocast would cast the output to half precision in front of such a layer, as in front of ``nn.Linear``. The
+        norm then returns half precision at once: the values are the same, and a pass over memory is saved.
+        """
         _check_input(x, hw_shape, num_prefix_tokens, self.num_features)
+        dtype = _autocast_dtype(x) if feeds_autocast else None
         # Statistics cancel in half precision: parameters, and with them the statistics, are in float32 at least.
         like = x.new_empty(0, dtype=torch.promote_types(x.dtype, torch.float32))
         C, K = self.num_features, self.num_heads
@@ -144,12 +155,12 @@ class DTN(nn.Module):
             _lambda(self.var_mix, self.var_lambda, like, K),
             like.new_zeros(K, 3) if self.position is None else self.position.to(like),
         )
-        y = dtn(t, self.settings)
+        y = dtn(t, self.settings, dtype)
         if num_prefix_tokens == 0:
             return y.view(x.shape)
         one = like.new_ones(K)
         prefix = Tensors(x[:, None, :num_prefix_tokens], t.weight, t.bias, one, one, like.new_zeros(K, 3))
-        return torch.cat((dtn(prefix, self.prefix_settings)[:, 0], y.flatten(1, 2)), 1)
+        return torch.cat((dtn(prefix, self.prefix_settings, dtype)[:, 0], y.flatten(1, 2)), 1)
 
     def extra_repr(self) -> str:
         default = {p.name: p.default for p in inspect.signature(DTN).parameters.values()}
@@ -172,6 +183,14 @@ class DTN2d(DTN):
         if x.shape[1] != self.num_features:
             raise ValueError(f'DTN2d({self.num_features}) takes B x {self.num_features} x H x W, but got {_shape(x)}.')
         return super().forward(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+
+
+def _autocast_dtype(x: Tensor) -> torch.dtype | None:
+    """What autocast casts ``x`` to in front of a linear layer; None where it does not."""
+    device = x.device.type
+    if x.dtype == torch.float64 or not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
+        return None
+    return torch.get_autocast_dtype(device)
 
 
 def _lambda(mix: Tensor | None, fixed: float | None, like: Tensor, num_heads: int) -> Tensor:
@@ -209,7 +228,6 @@ def _check_arguments(
     num_features: int,
     num_heads: int,
     pool_size: int,
-    mix_mean: bool,
     mean_lambda: float | None,
     var_lambda: float | None,
     position: str,
@@ -230,10 +248,6 @@ def _check_arguments(
     for name, fixed in dict(mean_lambda=mean_lambda, var_lambda=var_lambda).items():
         if fixed is not None and not 0 <= fixed <= 1:
             raise ValueError(f'{name}={fixed!r}: a fixed lambda is a number from 0 to 1; None learns it.')
-    if not mix_mean and mean_lambda is not None:
-        raise ValueError(
-            f"mix_mean=False takes LayerNorm's mean (lambda 1), which mean_lambda={mean_lambda} contradicts."
-        )
     for name, value, choices in (('position', position, POSITIONS), ('position_init', position_init, POSITION_INITS)):
         if value not in choices:
             raise ValueError(f'{name}={value!r}: choose one of {choices}.')

@@ -1,4 +1,5 @@
 from .dtn import dtn, is_exporting
 from .interface import Settings, Tensors
+from .triton_check import prepare
 
-__all__ = ['Settings', 'Tensors', 'dtn', 'is_exporting']
+__all__ = ['Settings', 'Tensors', 'dtn', 'is_exporting', 'prepare']

@@ -1,125 +1,182 @@
-"""The DTN operator: one node for autograd, autocast and compilers, computed by the back end of its device.
+"""The DTN operator: chooses the back end for a device, and connects it with autograd and compilers.
 
-``mmdtn::dtn`` and ``mmdtn::dtn_backward`` are opaque to torch.compile, so nothing is kept that was not asked for. The
-back ends are ``dtn_triton`` on GPUs and ``dtn_cpu`` on CPUs; what they do not take, ``reference`` computes.
+The back ends are ``dtn_triton`` on GPUs and ``dtn_cpu`` on CPUs. ``reference`` computes everything else.
+
+Plain tensors take the short way, an ``autograd.Function`` that calls the back end. Everything else (compilers, fake
+tensors, dispatch modes) goes through the custom operators ``mmdtn::dtn`` and ``mmdtn::dtn_backward``. They compute the
+same, but torch's dispatcher takes more time on the host. torch.compile cannot trace into custom operators. So it saves
+only their inputs and outputs for the backward pass, and no intermediate results.
 """
 
 import functools
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode  # the module of TorchDispatchMode itself
 
-from . import dtn_cpu, dtn_triton, reference
-from .interface import Kept, Settings, Tensors
+from . import dtn_cpu, dtn_triton, reference, triton_check
+from .interface import Settings, Tensors
+
+NUM_TENSORS, NUM_SETTINGS = len(Tensors._fields), len(Settings._fields)
 
 
-def dtn(t: Tensors, s: Settings) -> Tensor:
-    """Normalises ``t.x``, B x H x W x C; gives the dtype that LayerNorm would give."""
-    x, dtype = t.x, t.x.dtype
-    if x.device.type == 'cuda' and torch.is_autocast_enabled('cuda') and dtype in (torch.half, torch.bfloat16):
-        dtype = torch.float32  # autocast runs LayerNorm in float32 on GPUs, but in the input's dtype on CPUs
-    if _wants_plain_torch(x):
-        with _exact_products(x.device.type):
+def dtn(t: Tensors, s: Settings, dtype: torch.dtype | None = None) -> Tensor:
+    """Normalises ``t.x``, ``B x H x W x C``. The result has ``dtype``, or else the dtype that LayerNorm would give."""
+    dtype = _dtype_of_layernorm(t.x) if dtype is None else dtype
+    if _wants_plain_torch(t.x):
+        with _exact_products(t.x.device.type):
             return reference.dtn(t, s).to(dtype)
-    if not torch.compiler.is_compiling() and type(x) in (Tensor, torch.nn.Parameter):
-        _back_end(x)  # which builds or checks it, here where grad mode tells whether all processes train
-    return _dtn(*t, dtype, *s)[0]
+    plain = type(t.x) in (Tensor, torch.nn.Parameter) and not is_in_torch_dispatch_mode()
+    if not plain or torch.compiler.is_compiling():
+        return _dtn(*t, dtype, *s)[0]
+    _back_end(t.x)  # processes of a training run agree on it here: inside a Function the gradient mode is off
+    return _Eager.apply(*t, dtype, *s)[0]
 
 
-# torch's operators take no tuples with names: in their schemas the fields stand one after the other.
-TENSORS, SETTINGS = len(Tensors._fields), len(Settings._fields)
-_TENSORS = ', '.join(f'Tensor {name}' for name in Tensors._fields)
-_SETTINGS = ', '.join(f'{kind.__name__} {name}' for name, kind in Settings.__annotations__.items())
+def _dtype_of_layernorm(x: Tensor) -> torch.dtype:
+    """Autocast runs LayerNorm in float32 on GPUs, but in the dtype of the input on CPUs."""
+    if x.device.type == 'cuda' and x.dtype in (torch.half, torch.bfloat16) and torch.is_autocast_enabled('cuda'):
+        return torch.float32
+    return x.dtype
 
 
-@torch.library.custom_op(
-    'mmdtn::dtn', mutates_args=(), schema=f'({_TENSORS}, ScalarType dtype, {_SETTINGS}) -> (Tensor, Tensor, Tensor)'
-)
-def _dtn(*arguments: Any) -> tuple[Tensor, ...]:
-    """The output, and what is kept."""
-    t, dtype, s = _contiguous(arguments[:TENSORS]), arguments[TENSORS], Settings(*arguments[TENSORS + 1 :])
+def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
+    """The output, and what is saved for the backward pass."""
+    t, dtype, s = _contiguous(arguments[:NUM_TENSORS]), arguments[NUM_TENSORS], Settings(*arguments[NUM_TENSORS + 1 :])
     if (back_end := _back_end(t.x)) is not None:
-        y, kept = back_end.forward(t, s, dtype)
-        return y, *kept
+        return back_end.forward(t, s, dtype)
     with _exact_products(t.x.device.type):
         y = reference.dtn(t, s)
-    return y.to(dtype), *(kept.zero_() for kept in _empty_kept(t))
+    return y.to(dtype), _empty_kept(t, s).zero_()
+
+
+def _backward(grad: Tensor, *arguments: Any) -> Tensors:
+    """The gradients of x and of the parameters."""
+    t, kept, s = _contiguous(arguments[:NUM_TENSORS]), arguments[NUM_TENSORS], Settings(*arguments[NUM_TENSORS + 1 :])
+    if (back_end := _back_end(t.x)) is not None:
+        return back_end.backward(grad.contiguous(), t, kept, s)
+    return _reference_gradients(grad, t, s)
+
+
+@torch.library.custom_op('mmdtn::dtn', mutates_args=())
+def _dtn(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    mean_lambda: Tensor,
+    var_lambda: Tensor,
+    position: Tensor,
+    dtype: torch.dtype,
+    pool_size: int,
+    eps: float,
+    prenorm: bool,
+    unbiased: bool,
+    pool_second_moment: bool,
+    identity: bool,
+) -> tuple[Tensor, Tensor]:
+    tensors, settings = (
+        (x, weight, bias, mean_lambda, var_lambda, position),
+        (pool_size, eps, prenorm, unbiased, pool_second_moment, identity),
+    )
+    return _forward(*tensors, dtype, *settings)
 
 
 @_dtn.register_fake
-def _(*arguments: Any) -> tuple[Tensor, ...]:
-    t, dtype = Tensors(*arguments[:TENSORS]), arguments[TENSORS]
-    return t.x.new_empty(t.x.shape, dtype=dtype), *_empty_kept(t)
+def _(*arguments: Any) -> tuple[Tensor, Tensor]:
+    t, dtype, s = Tensors(*arguments[:NUM_TENSORS]), arguments[NUM_TENSORS], Settings(*arguments[NUM_TENSORS + 1 :])
+    return t.x.new_empty(t.x.shape, dtype=dtype), _empty_kept(t, s)
 
 
-def _empty_kept(t: Tensors) -> Kept:
-    B, H, W, C = t.x.shape
-    return Kept(t.weight.new_empty(B * H * W * (len(t.position) + 2)), t.weight.new_empty(B, C))
+@torch.library.custom_op('mmdtn::dtn_backward', mutates_args=())
+def _dtn_backward(
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    mean_lambda: Tensor,
+    var_lambda: Tensor,
+    position: Tensor,
+    kept: Tensor,
+    pool_size: int,
+    eps: float,
+    prenorm: bool,
+    unbiased: bool,
+    pool_second_moment: bool,
+    identity: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    tensors, settings = (
+        (x, weight, bias, mean_lambda, var_lambda, position),
+        (pool_size, eps, prenorm, unbiased, pool_second_moment, identity),
+    )
+    return _backward(grad, *tensors, kept, *settings)
+
+
+@_dtn_backward.register_fake
+def _(grad: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
+    return tuple(tensor.new_empty(tensor.shape) for tensor in arguments[:NUM_TENSORS])
+
+
+def _save(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
+    ctx.settings = Settings(*inputs[-NUM_SETTINGS:])
+    ctx.save_for_backward(*inputs[:NUM_TENSORS], output[1])
+    ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate(backward: Callable, ctx: Any, grad: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
+    no_others = (None,) * (1 + NUM_SETTINGS)
+    if grad is None:
+        return *(None,) * NUM_TENSORS, *no_others
+    if torch.is_grad_enabled():  # create_graph=True: the gradients will be differentiated
+        t = Tensors(*ctx.saved_tensors[:NUM_TENSORS])
+        return *_reference_gradients(grad, t, ctx.settings), *no_others
+    return *backward(grad, *ctx.saved_tensors, *ctx.settings), *no_others
+
+
+_dtn.register_autograd(functools.partial(_differentiate, _dtn_backward), setup_context=_save)
+
+
+class _Eager(torch.autograd.Function):
+    """``mmdtn::dtn`` without torch's dispatcher."""
+
+    forward = staticmethod(_forward)
+    setup_context = staticmethod(_save)
+    backward = staticmethod(functools.partial(_differentiate, _backward))
+
+
+def _reference_gradients(grad: Tensor, t: Tensors, s: Settings) -> Tensors:
+    # torch.func also differentiates inside a custom operator, where autograd is off.
+    with _exact_products(grad.device.type):
+        y, pull_back, *_ = torch.func.vjp(functools.partial(reference.dtn, s=s), t)
+        return pull_back(grad.to(y.dtype))[0]
 
 
 def _contiguous(tensors: Any) -> Tensors:
     return Tensors(*(tensor.contiguous() for tensor in tensors))
 
 
-@torch.library.custom_op(
-    'mmdtn::dtn_backward',
-    mutates_args=(),
-    schema=f'(Tensor grad, {_TENSORS}, Tensor of_tokens, Tensor of_channels, {_SETTINGS}) '
-    f'-> ({", ".join(["Tensor"] * TENSORS)})',
-)
-def _dtn_backward(grad: Tensor, *arguments: Any) -> Tensors:
-    """From the gradient of the output those of x and of the parameters."""
-    t, kept, s = _contiguous(arguments[:TENSORS]), Kept(*arguments[TENSORS:-SETTINGS]), Settings(*arguments[-SETTINGS:])
-    if (back_end := _back_end(t.x)) is not None:
-        return back_end.backward(grad.contiguous(), t, kept, s)
-    return _reference_gradients(grad, t, s)
-
-
-@_dtn_backward.register_fake
-def _(grad: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
-    return tuple(tensor.new_empty(tensor.shape) for tensor in arguments[:TENSORS])
-
-
-def _save(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor, Tensor]) -> None:
-    ctx.settings = Settings(*inputs[-SETTINGS:])
-    ctx.save_for_backward(*inputs[:TENSORS], *output[1:])
-    ctx.mark_non_differentiable(*output[1:])
-    ctx.set_materialize_grads(False)
-
-
-def _differentiate(ctx: Any, grad: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
-    no_others = (None,) * (1 + SETTINGS)
-    if grad is None:
-        return *(None,) * TENSORS, *no_others
-    if torch.is_grad_enabled():  # create_graph=True: the gradients will be differentiated
-        t = Tensors(*ctx.saved_tensors[:TENSORS])
-        return *_reference_gradients(grad, t, ctx.settings), *no_others
-    return *_dtn_backward(grad, *ctx.saved_tensors, *ctx.settings), *no_others
-
-
-_dtn.register_autograd(_differentiate, setup_context=_save)
-
-
-def _reference_gradients(grad: Tensor, t: Tensors, s: Settings) -> Tensors:
-    # torch.func differentiates inside an operator too, where autograd is off.
-    with _exact_products(grad.device.type):
-        y, pull_back, *_ = torch.func.vjp(functools.partial(reference.dtn, s=s), t)
-        return pull_back(grad.to(y.dtype))[0]
-
-
 def _back_end(x: Tensor) -> ModuleType | None:
-    """The fast back end for ``x``: the only place that chooses. None is the reference."""
+    """The fast back end for ``x``, or None for the reference. Nothing else chooses."""
     if os.environ.get('MMDTN_BACKEND') == 'reference' or x.dtype == torch.float64 or x.numel() == 0:
         return None
-    for back_end in (dtn_cpu, dtn_triton):
-        if x.device.type == back_end.DEVICE and back_end.works(x.device):
-            return back_end
-    return None
+    if x.device.type == dtn_triton.DEVICE:
+        return dtn_triton if triton_check.works(x.device) else None
+    return dtn_cpu if x.device.type == 'cpu' and dtn_cpu.works() else None
+
+
+def _empty_kept(t: Tensors, s: Settings) -> Tensor:
+    """What the back end of the device saves, whether or not it runs: compilers need to know the size."""
+    size: Any = 0
+    if t.x.device.type == dtn_triton.DEVICE:
+        size = dtn_triton.kept_size(t.x.shape, len(t.position), s)
+    elif t.x.device.type == 'cpu':
+        size = dtn_cpu.kept_size(t.x.shape, len(t.position))
+    return t.weight.new_empty(size)
 
 
 def is_exporting() -> bool:

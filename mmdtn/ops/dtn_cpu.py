@@ -11,22 +11,22 @@ import os
 import platform
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import torch
 from mmengine.logging import print_log
 from torch import Tensor
 
-from .interface import Kept, Settings, Tensors
+from .interface import Settings, Tensors
 
-DEVICE = 'cpu'
 SOURCE = Path(__file__).with_suffix('.cpp')
 # The vectors of dtn_cpu.cpp are as wide as these allow. -march=native would not do: GCC 12 takes a Zen 5 for a Zen 3.
 ARCHITECTURES = {'AVX512': ['-march=x86-64-v4'], 'AVX2': ['-march=x86-64-v3']}
 
 
 @functools.cache
-def works(device: torch.device) -> bool:
-    """Whether there is a library, which the first call builds."""
+def works() -> bool:
+    """Whether there is a library. The first call builds it."""
     try:
         _library()
     except Exception as error:  # compiler, ninja, setuptools and file system have no error in common
@@ -74,23 +74,28 @@ class _Problem(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ('images', 'height', 'width', 'channels', 'heads', 'pool_size')),
         ('eps', ctypes.c_double),
         *((name, ctypes.c_int64) for name in ('prenorm', 'unbiased', 'pool_second_moment', 'identity')),
-        *((name, ctypes.c_void_p) for name in (*Tensors._fields, *Kept._fields, 'y', 'grad')),
+        *((name, ctypes.c_void_p) for name in (*Tensors._fields, 'of_tokens', 'of_channels', 'y', 'grad')),
         *((f'grad_{name}', ctypes.c_void_p) for name in Tensors._fields),
         *((name, ctypes.c_void_p) for name in ('shares', 'scratch')),
     ]
 
 
-def forward(t: Tensors, s: Settings, dtype: torch.dtype) -> tuple[Tensor, Kept]:
-    """``Kept.of_tokens`` are planes of each image."""
+def kept_size(shape: Any, heads: int) -> int:
+    """Number of floats that ``forward`` saves: K + 2 planes of tokens for each image, and the shift of each channel."""
+    B, H, W, C = shape
+    return B * H * W * (heads + 2) + B * C
+
+
+def forward(t: Tensors, s: Settings, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The output, and what it saves for ``backward``."""
     t = t._replace(x=t.x.float())
-    B, H, W, C = t.x.shape
-    y, kept = torch.empty_like(t.x), Kept(t.x.new_empty(B * H * W * (len(t.position) + 2)), t.x.new_empty(B, C))
+    y, kept = torch.empty_like(t.x), t.x.new_empty(kept_size(t.x.shape, len(t.position)))
     _call('forward', t, s, kept, y=y, scratch=_scratch(t, s, planes=4))
     return y.to(dtype), kept
 
 
-def backward(grad: Tensor, t: Tensors, kept: Kept, s: Settings) -> Tensors:
-    """From the gradient of the output, and what ``forward`` kept, those of x and of the parameters."""
+def backward(grad: Tensor, t: Tensors, kept: Tensor, s: Settings) -> Tensors:
+    """Gradients of x and of the parameters, from that of the output and from what ``forward`` saved."""
     dtype, t, grad = t.x.dtype, t._replace(x=t.x.float()), grad.float()
     (B, H, W, C), K = t.x.shape, len(t.position)
     shares = t.x.new_empty(B, K * -(-(C // K) // _library().dtn_lanes()), 2, H, W)
@@ -100,10 +105,10 @@ def backward(grad: Tensor, t: Tensors, kept: Kept, s: Settings) -> Tensors:
     return grads._replace(x=grads.x.to(dtype))
 
 
-def _call(direction: str, t: Tensors, s: Settings, kept: Kept, **others: Tensor) -> None:
+def _call(direction: str, t: Tensors, s: Settings, kept: Tensor, **others: Tensor) -> None:
     B, H, W, C = t.x.shape
-    tensors = t._asdict() | kept._asdict() | others
-    pointers = {name: tensor.data_ptr() for name, tensor in tensors.items()}
+    others |= dict(of_tokens=kept, of_channels=kept[-B * C :])
+    pointers = {name: tensor.data_ptr() for name, tensor in (t._asdict() | others).items()}
     problem = _Problem(B, H, W, C, heads=len(t.position), **s._asdict(), **pointers)
     getattr(_library(), f'dtn_{direction}')(ctypes.byref(problem))
 

@@ -1,4 +1,4 @@
-"""What the definition, the operator and its back ends hand each other."""
+"""Values that the definition, the operator and the back ends exchange."""
 
 from typing import NamedTuple
 
@@ -6,10 +6,10 @@ from torch import Tensor
 
 
 class Tensors(NamedTuple):
-    """What a layer computes from. A set of gradients is one of these, too."""
+    """Input and parameters of a layer. A set of gradients has the same fields."""
 
     x: Tensor  # B x H x W x C
-    weight: Tensor  # C; this and all below in the dtype to compute in, float32 or float64
+    weight: Tensor  # C; this and the following in the dtype of the computation, float32 or float64
     bias: Tensor  # C
     mean_lambda: Tensor  # K
     var_lambda: Tensor  # K
@@ -17,7 +17,7 @@ class Tensors(NamedTuple):
 
 
 class Settings(NamedTuple):
-    """What a layer computes, beside its tensors."""
+    """Options of a layer."""
 
     pool_size: int = 1
     eps: float = 1e-5
@@ -25,10 +25,3 @@ class Settings(NamedTuple):
     unbiased: bool = False
     pool_second_moment: bool = True
     identity: bool = False
-
-
-class Kept(NamedTuple):
-    """What a back end keeps for its backward pass, beside the tensors."""
-
-    of_tokens: Tensor  # K + 2 numbers of each token, in the back end's own order: 1 / RMS of each head, mean, variance
-    of_channels: Tensor  # B x C: what is taken off each channel before variances are

@@ -1,7 +1,6 @@
 """Drawings of arrays. Shades are viridis, which keeps its order in grey; lines differ in dash and marker as well."""
 
 import itertools
-import math
 import textwrap
 from collections.abc import Sequence
 from typing import Any
@@ -309,29 +308,6 @@ def norm_cost(models: dict[str, dict[str, dict[str, tuple[int, int]]]]) -> Figur
             block_axis(ax, list(norms), 'norm')
             ax.set(title=f'{label}: {title}', ylabel=title)
             ax.legend()
-    return figure
-
-
-def benchmark(groups: dict[str, dict[str, dict[str, float]]]) -> Figure:
-    """By quantity with its unit, and case: the value of each implementation."""
-    figure, axes = panels(1, len(groups), 1.5 + 0.36 * max(sum(map(len, cases.values())) for cases in groups.values()))
-    for ax, (title, cases) in zip(axes[0], groups.items(), strict=True):
-        position, ticks, names = 0.0, [], []
-        for case, values in cases.items():
-            for i, (name, value) in enumerate(values.items()):
-                colour, hatch = shades(4)[i % 4], ('', '///', '...', 'xx')[i % 4]
-                if not math.isnan(value):
-                    ax.barh(position, value, color=colour, hatch=hatch, edgecolor='white')
-                    ax.text(value, position, f' {value:,.4g}', va='center', fontsize=9)
-                ticks.append(position)
-                names.append(f'{case}: {name}' if ax is axes[0, 0] else '')
-                position += 1
-            position += 0.6
-        ax.set_yticks(ticks, names, fontsize=9)
-        ax.invert_yaxis()
-        ax.set_xscale('log')
-        ax.margins(x=0.25)
-        ax.set(xlabel=title)
     return figure
 
 

@@ -6,7 +6,7 @@ import numpy as np
 from torch import nn
 
 from mmdtn.analysis.cost import norm_flops
-from mmdtn.analysis.logs import read_benchmark, read_lambdas
+from mmdtn.analysis.logs import read_lambdas
 from mmdtn.analysis.neighbourhood import at_start, attended, lambdas
 from mmdtn.analysis.observe import Observation
 from mmdtn.analysis.tokens import magnitudes, principal_components
@@ -279,30 +279,6 @@ def draw_cost(report: Report, runs: list[Observation]) -> None:
             for label, norms in shown.items()
             for name, kinds in norms.items()
             for kind, pair in kinds.items()
-        ],
-    )
-
-
-def draw_benchmark(report: Report, path: str | None) -> None:
-    title = 'Time and memory (Table 2)'
-    if path is None:
-        report.leave_out(
-            title, 'no benchmark was given (--cost, from benchmark_norm.py or benchmark_backbone.py --json).'
-        )
-        return
-    groups, threads = read_benchmark(path)
-    report.figure(
-        'benchmark',
-        title,
-        f'Medians as the benchmark measured them, on {threads} threads, on a log scale: shorter is better. '
-        'Ratios between lines of one case hold on other machines, the values themselves do not.',
-        figures.benchmark(groups),
-        ('quantity', 'case', 'implementation', 'value'),
-        [
-            [quantity, case, name, value]
-            for quantity, cases in groups.items()
-            for case, values in cases.items()
-            for name, value in values.items()
         ],
     )
 

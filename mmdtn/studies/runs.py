@@ -54,10 +54,13 @@ def jobs(study: Study, variants: Sequence[str] | None = None, seeds: Sequence[in
     ]
 
 
-def run_all(todo: Iterable[Job], results: Path, work: Path, processes: int) -> list[str]:
-    """Runs what is not finished; returns what failed, a line each. A second call goes on where the first stopped."""
+def run_all(todo: Iterable[Job], results: Path, work: Path, root: Path, processes: int) -> list[str]:
+    """Runs what is not finished; returns what failed, a line each. A second call goes on where the first stopped.
+
+    ``root`` is the folder that has the folder ``tools``.
+    """
     failures = []
-    runner = _Runner(results, work)
+    runner = _Runner(results, work, root)
     with ThreadPoolExecutor(processes) as pool, _stopped_with_us(runner):
         waiting = {pool.submit(runner.run, job): job for job in todo}
         try:
@@ -72,8 +75,8 @@ def run_all(todo: Iterable[Job], results: Path, work: Path, processes: int) -> l
 
 
 class _Runner:
-    def __init__(self, results: Path, work: Path) -> None:
-        self.results, self.work = results, work
+    def __init__(self, results: Path, work: Path, root: Path) -> None:
+        self.results, self.work, self.root = results, work, root
         self.running: set[subprocess.Popen] = set()
         self.lock = threading.Lock()
         self.stopped = False
@@ -145,11 +148,12 @@ class _Runner:
         """Seconds of the processor that the command took; what it says goes to a file."""
         log.parent.mkdir(parents=True, exist_ok=True)
         env = dict(os.environ, OMP_NUM_THREADS='1')
+        tool = [sys.executable, str(self.root / command[0]), *command[1:]]
         with log.open('a') as said:
             with self.lock:
                 if self.stopped:
                     raise InterruptedError('stopped')
-                process = subprocess.Popen([sys.executable, *command], stdout=said, stderr=subprocess.STDOUT, env=env)
+                process = subprocess.Popen(tool, stdout=said, stderr=subprocess.STDOUT, env=env)
                 self.running.add(process)
             os.setpriority(os.PRIO_PROCESS, process.pid, max(NICE, os.getpriority(os.PRIO_PROCESS, 0)))
             _, status, usage = os.wait4(process.pid, 0)

@@ -32,11 +32,10 @@ def compare(values: Sequence[float], baseline: Sequence[float]) -> Comparison:
     mean = float(differences.mean())
     if n < 2:
         return Comparison(n, mean, math.nan, (math.nan, math.nan), (math.nan, math.nan))
-    std = float(differences.std(ddof=1))
-    chosen = np.random.default_rng(0).integers(0, n, (RESAMPLES, n))
-    low, high = np.quantile(differences[chosen].mean(1), (0.025, 0.975))
-    reach = float(stats.t.ppf(0.975, n - 1)) * std / math.sqrt(n)
-    return Comparison(n, mean, std, (float(low), float(high)), (mean - reach, mean + reach))
+    rng = np.random.default_rng(0)
+    drawn = stats.bootstrap((differences,), np.mean, n_resamples=RESAMPLES, method='percentile', rng=rng)
+    student = stats.ttest_rel(values, baseline).confidence_interval()
+    return Comparison(n, mean, float(differences.std(ddof=1)), tuple(drawn.confidence_interval), tuple(student))
 
 
 def std_interval(std: float, n: int) -> tuple[float, float]:

@@ -12,6 +12,7 @@ from torch import nn
 from mmdtn.backbones.base import Backbone
 from mmdtn.backbones.folding import NotExact, affine, fold_into, replace
 from mmdtn.norms import DTN, TokenNorm
+from mmdtn.norms.base import TORCHS_BATCH_AND_INSTANCE_NORMS
 from mmdtn.registry import package_of
 
 
@@ -58,7 +59,7 @@ def norms_of(backbone: Backbone) -> list[tuple[str, nn.Module]]:
     """All norms outside other norms; batch norms that timm's layers have behind them come first."""
 
     def search(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
-        if isinstance(module, (TokenNorm, DTN, nn.LayerNorm, nn.modules.batchnorm._NormBase)):
+        if isinstance(module, (TokenNorm, DTN, nn.LayerNorm, TORCHS_BATCH_AND_INSTANCE_NORMS)):
             yield name, module
             return
         for child_name, child in module.named_children():

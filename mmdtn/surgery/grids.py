@@ -17,9 +17,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from mmdtn.errors import first_line
+from mmdtn.norms.base import TORCHS_BATCH_AND_INSTANCE_NORMS
 from mmdtn.norms.dtn import MANY_PREFIX_TOKENS
 
-Size = tuple[int, int]
+Size = tuple[int, int]  # height, width
 BATCH = 2  # so that windows, which models put into the batch, show
 STRIDES = range(1, 65)
 CHECKPOINTING = ('with_cp', 'grad_checkpointing', 'gradient_checkpointing')  # MM's name for it, timm's, Hugging Face's
@@ -27,7 +28,7 @@ TRIES = 8  # random weights to prove an order with
 PLACES = ((0.2, 0.7), (0.7, 0.2), (0.45, 0.95), (0.95, 0.4))  # of tokens whose gradients are taken: none near (y, y)
 
 
-class Axis(NamedTuple):
+class TokenAxis(NamedTuple):
     """Tokens along one side of an image: ``(side + shift) // stride``."""
 
     shift: int
@@ -41,8 +42,8 @@ class Layout(NamedTuple):
     """Where the tokens of an input lie."""
 
     form: str  # 'B x H x W x C', 'B x C x H x W' or 'B x T x C'
-    rows: Axis
-    columns: Axis
+    rows: TokenAxis
+    columns: TokenAxis
     prefix: int = 0  # tokens in front of the grid
 
     def grid(self, size: Size) -> Size:
@@ -168,7 +169,7 @@ class _Watch(TorchFunctionMode):
             name: type(module).__name__
             for name, module in modules.items()
             if 'norm' in type(module).__name__.lower() and name not in norms
-            if isinstance(module, nn.modules.batchnorm._NormBase) or not any(module.children())
+            if isinstance(module, TORCHS_BATCH_AND_INSTANCE_NORMS) or not any(module.children())
         }
         self.parents = {name: _parent(name, modules) for name in norms}
         self._inside: list[str] = []  # the modules that are being called, from the outermost on
@@ -274,7 +275,7 @@ def _look_at(name: str, watched: _Watch, blocks: set[str], sizes: list[Size]) ->
 
 @cache
 def _layouts(form: str, shapes: Sequence[tuple[int, ...]], sizes: tuple[Size, ...]) -> list[Layout]:
-    axes = sorted((Axis(a, s) for s in STRIDES for a in range(-2 * s, 2 * s + 1)), key=_likeliness)
+    axes = sorted((TokenAxis(a, s) for s in STRIDES for a in range(-2 * s, 2 * s + 1)), key=_likeliness)
     if form != 'B x T x C':
         at = 1 if form == 'B x H x W x C' else 2
         sides = [shape[at : at + 2] for shape in shapes]
@@ -298,7 +299,7 @@ def _layouts(form: str, shapes: Sequence[tuple[int, ...]], sizes: tuple[Size, ..
     return sorted(found.values(), key=lambda layout: layout.prefix)[:4]
 
 
-def _likeliness(axis: Axis) -> tuple[bool, int, int, int]:
+def _likeliness(axis: TokenAxis) -> tuple[bool, int, int, int]:
     """Most strides are powers of two, and round down, or up as those of padded convolutions do."""
     rounding = 0 if axis.shift == 0 else 1 if axis.shift == axis.stride - 1 else 2
     return axis.stride.bit_count() != 1, rounding, abs(axis.shift), axis.stride
@@ -337,7 +338,7 @@ def _prove_order(
         with torch.enable_grad():
             images.requires_grad_()
             _call(model, _nearsighted(model, generator), (images,), {})
-    of_image = Layout('B x C x H x W', Axis(0, 1), Axis(0, 1))
+    of_image = Layout('B x C x H x W', TokenAxis(0, 1), TokenAxis(0, 1))
     last = None
     for name, (x, projections) in taken.items():
         this, possible = layouts[name]

@@ -201,7 +201,7 @@ def test_options_that_make_no_model(options, words):
 
 def test_images_of_another_size_are_refused_with_what_to_do():
     model = LeViTDTN(SMALL, img_size=(64, 96))
-    with pytest.raises(ValueError, match=r'images of 64 x 96.*got 96 x 64.*img_size=\(96, 64\)'):
+    with pytest.raises(ValueError, match=r'64 x 96.*96 x 64.*img_size=\(96, 64\)'):
         model(torch.randn(1, 3, 96, 64))
     assert LeViTDTN(SMALL, img_size=(96, 64)).eval()(torch.randn(1, 3, 96, 64))[0].shape == (1, 48)
     assert model.eval()(torch.randn(1, 3, 64, 90))[0].shape == (1, 48), 'the stem makes the same grid of it'

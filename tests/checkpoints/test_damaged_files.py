@@ -159,7 +159,7 @@ def test_errors_name_what_does_not_fit(change, words):
 def test_embeddings_resize_only_when_asked():
     small = PVTDTN(dict(SMALL, version=1), norm_cfg=dict(type='LN'), img_size=96)
     large = PVTDTN(dict(SMALL, version=1), norm_cfg=dict(type='LN'), img_size=224)
-    with pytest.raises(ValueError, match=r'pos_embed is \(1, 24, 24, 8\) in the file, \(1, 56, 56, 8\).*--resize'):
+    with pytest.raises(ValueError, match=r'pos_embed .*24, 24.*56, 56.*--resize'):
         translate(small.state_dict(), large)
     state, report = translate(small.state_dict(), large, resize=True)
     assert state['stages.0.pos_embed'].shape == (1, 56, 56, 8)
@@ -201,7 +201,7 @@ def test_bias_tables_resize_only_when_asked():
     small, large = (SwinDTN(arch, norm_cfg=dict(type='LN'), window_size=side) for side in (4, 7))
     key = 'stages.1.blocks.0.attn.relative_position_bias_table'
     torch.nn.init.normal_(small.get_parameter(key))
-    with pytest.raises(ValueError, match=r'bias_table is \(49, 1\) in the file, \(169, 1\) in the target .*--resize'):
+    with pytest.raises(ValueError, match=r'bias_table .*49, 1.*169, 1.*--resize'):
         translate(small.state_dict(), large)
     state, report = translate(small.state_dict(), large, resize=True)
     for there, here in ((24, 84), (0, 0), (6, 12), (42, 156), (48, 168)):  # no shift, and the four largest
@@ -216,9 +216,7 @@ def test_biases_by_distance_resize_only_when_asked():
     small, large = (LeViTDTN(arch, norm_cfg=None, img_size=side) for side in (64, 112))
     key = 'stages.0.blocks.0.attn.attention_biases'
     torch.nn.init.normal_(small.get_parameter(key))
-    with pytest.raises(
-        ValueError, match=r'attention_biases is \(4, 16\) in the file, \(4, 49\) in the target .*--resize'
-    ):
+    with pytest.raises(ValueError, match=r'attention_biases .*4, 16.*4, 49.*--resize'):
         translate(small.state_dict(), large)
     state, report = translate(small.state_dict(), large, resize=True)
     before, after = small.get_parameter(key).view(4, 4, 4), state[key].view(4, 7, 7)

@@ -109,7 +109,7 @@ def test_outputs_of_published_t2t_stay(make):
 def test_levit_has_no_norm_that_dtn_could_start_from():
     file = published.levit().file['model']
     for norm in ('DTN', 'LN'):
-        with pytest.raises(ValueError, match=r'levit files have no norm in front.*norm_cfg=None'):
+        with pytest.raises(ValueError, match=r'levit .*norm_cfg=None'):
             translate(file, LeViTDTN('128s', norm_cfg=dict(type=norm)), warm_start=0.999 if norm == 'DTN' else None)
 
 
@@ -122,7 +122,7 @@ def test_the_lambdas_can_be_learned_from_there():
 
 
 def test_our_own_layernorm_model_keeps_its_attention():
-    with pytest.raises(ValueError, match='has 1 heads in mmdtn-pvt files, but 4 in the target'):
+    with pytest.raises(ValueError, match=r'1 heads .*mmdtn-pvt .*4 '):
         wrong = PVTDTN('tiny', norm_cfg=dict(type='DTN', prenorm=False))
         translate(PVTDTN('tiny', norm_cfg=LN).state_dict(), wrong, warm_start=0.999)
 

@@ -4,7 +4,6 @@ import copy
 import functools
 from pathlib import Path
 
-import pytest
 import torch
 from mmengine.config import Config
 from mmengine.optim import build_optim_wrapper
@@ -17,12 +16,6 @@ from mmdtn.models import read_config
 from mmdtn.norms import DTN
 
 read = functools.cache(Config.fromfile)  # for many tests of one config
-
-
-def costly(names: list[str], cheap: tuple[str, ...]) -> list:
-    """Parameters of a test that `make test` runs for the ``cheap`` ones, and `make test-all` for all."""
-    assert {*cheap} <= {*names}
-    return [name if name in cheap else pytest.param(name, marks=pytest.mark.exhaustive) for name in names]
 
 
 def load(path: Path) -> Config:
@@ -50,14 +43,6 @@ def classifier_trains_a_step_and_infers(path: Path, side: int = 64) -> None:
         results = model.test_step(dict(inputs=images, data_samples=samples))
     assert [r.pred_score.shape for r in results] == [(cfg.model.head.num_classes,)] * 2
     assert bool([m for m in model.backbone.modules() if isinstance(m, DTN)]) == ('-dtn' in path.name)
-
-
-def parts_of_the_classifier_fit(path: Path) -> None:
-    cfg = load(path)
-    with torch.device('meta'):
-        model = MODELS.build(cfg.model)
-        assert model.head(model.backbone(torch.zeros(1, 3, 64, 64))).shape == (1, 1000)
-    assert any(isinstance(m, DTN) for m in model.modules()) == ('-dtn' in path.name)
 
 
 def image_and_objects(height: int, width: int):

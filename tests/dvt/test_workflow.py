@@ -10,7 +10,7 @@ from mmdtn import checkpoints
 from mmdtn.analysis import exit_flops
 from mmdtn.datasets import write_classification
 from mmdtn.dvt import DVT, budget
-from mmdtn.dvt.evaluate import answers, build_loader, load_cascade
+from mmdtn.dvt.answers import answers, build_loader, load_cascade
 from mmdtn.models import read_config
 from tools import dvt_budget
 from tools.analysis_tools import browse_exits, get_flops

@@ -107,7 +107,7 @@ def test_imagenet_r_takes_200_of_1000_columns():
 
 
 def test_outputs_that_do_not_fit_are_refused():
-    with pytest.raises(ValueError, match='2 outputs, but outputs= names 1000, the classes of ImageNet'):
+    with pytest.raises(ValueError, match=r'2 outputs.* 1000'):
         measure(SubsetAccuracy(), [[0.1, 0.9]], [0], classes=['n01440764'])
     with pytest.raises(ValueError, match="no output of the classifier is 'x'"):
         measure(SubsetAccuracy(outputs=['a', 'b']), [[0.1, 0.9]], [0], classes=['x'])

@@ -24,6 +24,7 @@ from mmdtn.export.verify import compare
 from mmdtn.models import load
 from tests.export import small
 from tests.export.agreement import match
+from tests.training import REPO, run_command
 from tools.deployment.export import main as export
 
 OTHER_PACKAGES = ('torch', 'torchvision', 'mmengine', 'mmcv', 'mmdet', 'mmpretrain', 'mmdtn', 'cv2', 'timm', 'onnx')
@@ -107,9 +108,7 @@ def test_a_file_that_differs_from_the_model_is_not_written(tmp_path):
     config, checkpoint = small.write(
         tmp_path, small.RETINANET.replace('num_classes=5,', "type='LyingHead', num_classes=5,")
     )
-    with pytest.raises(
-        SystemExit, match=r'original are [0-9.]+ pixels apart at 256 x 256 pixels, more than 0\.01: no file was written'
-    ):
+    with pytest.raises(SystemExit, match=r'[0-9.]+ pixels .*256 x 256 .*0\.01'):
         export([config, checkpoint, '--out', str(tmp_path / 'model.onnx'), '--size', '256', '256'])
     assert sorted(p.name for p in tmp_path.iterdir()) == ['config.py', 'weights.pth']
 
@@ -178,7 +177,7 @@ def test_pictures_of_every_kind(detector, tmp_path):
 def test_files_of_others_are_not_overwritten(tmp_path):
     config, checkpoint = small.write(tmp_path, small.RETINANET)
     (tmp_path / 'predict.py').write_text('print("mine")')
-    with pytest.raises(SystemExit, match=r'predict\.py is not the file that would be put there'):
+    with pytest.raises(SystemExit, match=r'predict\.py'):
         export([config, checkpoint, '--out', str(tmp_path / 'model.onnx')])
     assert (tmp_path / 'predict.py').read_text() == 'print("mine")'
     first_line = Path(predict_file.__file__).read_text().partition('\n')[0]
@@ -202,7 +201,7 @@ def test_a_damaged_checkpoint_and_a_pipeline_that_reads_otherwise(tmp_path):
 
 def test_images_of_other_channels_are_refused(tmp_path):
     config, checkpoint = small.write(tmp_path, small.LEVIT.replace('img_size=64,', 'img_size=64, in_channels=1,'))
-    with pytest.raises(SystemExit, match='takes images of 1 channels; exported files take RGB images'):
+    with pytest.raises(SystemExit, match=r'1 channels.*RGB'):
         export([config, checkpoint, '--out', str(tmp_path / 'model.onnx')])
 
 
@@ -266,7 +265,7 @@ def test_classifier(tmp_path):
 
 def test_one_size(tmp_path):
     config, checkpoint = small.write(tmp_path, small.LEVIT)
-    with pytest.raises(SystemExit, match=r'say which with --size H W\. This LeViTDTN takes images of 64 x 64'):
+    with pytest.raises(SystemExit, match=r'--size H W.*64 x 64'):
         export([config, checkpoint, '--out', str(tmp_path / 'model.onnx')])
 
 
@@ -331,6 +330,19 @@ def test_without_a_package(tmp_path, monkeypatch, missing):
     assert str(refused.value) == (
         f'error: An ONNX file needs {missing} to be written and verified: pip install mmdtn[export]'
     )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('form', ['pt2', 'onnx'])
+def test_only_onnx_files_need_its_packages(tmp_path, form):
+    """In a process that has imported nothing yet."""
+    config, checkpoint = small.write(tmp_path, small.LEVIT)
+    wanted = [config, checkpoint, '--out', str(tmp_path / f'model.{form}'), '--format', form, '--size', '64', '64']
+    script = REPO / 'tools' / 'deployment' / 'export.py'
+    command = ALONE.format(('onnxruntime', 'onnxscript'), [str(script), *wanted])
+    done = run_command(sys.executable, '-c', command, cwd=tmp_path, check=False)
+    assert (tmp_path / f'model.{form}').exists() == (form == 'pt2') == (done.returncode == 0), done.stderr
+    assert form == 'pt2' or done.stderr.endswith('pip install mmdtn[export]\n')
 
 
 def test_predict_without_onnxruntime(tmp_path):

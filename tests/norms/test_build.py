@@ -91,3 +91,11 @@ def test_configs_are_not_written_to():
     build_norm(cfg, 64, Place(4))
     assert cfg == dict(type='DTN')
     assert build_norm(cfg, 64)(torch.randn(1, 2, 3, 64)).shape == (1, 2, 3, 64)
+
+
+def test_settings_of_older_versions_mean_what_they_meant():
+    old = dict(type='DTN', compiled=True, mix_mean=False, var_lambda=0.25)
+    assert repr(build_norm(old, 8)) == 'DTN(8, mean_lambda=1.0, var_lambda=0.25)'
+    assert repr(build_norm(dict(type='DTN', compiled=None, mix_mean=True), 8)) == 'DTN(8)'
+    (maps,) = MODELS.build(dict(type='ViTDTN', arch='t', norm_cfg=old))(torch.zeros(1, 3, 32, 32))
+    assert maps.shape == (1, 192)

@@ -29,7 +29,7 @@ def cases(draw):
         pool_size=draw(st.sampled_from([1, 2, 4])),
         prenorm=draw(st.booleans()),
         affine=draw(st.booleans()),
-        mix_mean=draw(st.booleans()),
+        mean_lambda=draw(st.sampled_from([None, 1.0])),
         # Not 0, which may leave a token no variance at all: 1 / sqrt(eps) would magnify the reference's own rounding.
         var_lambda=draw(st.sampled_from([None, 0.3, 1.0])),
         position=draw(st.sampled_from(['learned', 'learned', 'uniform', 'identity'])),
@@ -124,7 +124,7 @@ def test_p_shifts_from_query_to_key():
 
 @pytest.mark.parametrize('pool_size', [1, 2, 3])
 @pytest.mark.parametrize('prenorm', [True, False])
-@pytest.mark.parametrize('options', [{}, {'unbiased': True, 'pool_second_moment': False}, {'mix_mean': False}])
+@pytest.mark.parametrize('options', [{}, {'unbiased': True, 'pool_second_moment': False}, {'mean_lambda': 1.0}])
 def test_gradients(pool_size, prenorm, options):
     layer = randomised(DTN(6, 3, pool_size, prenorm=prenorm, **options)).double()
     names, parameters = zip(*layer.named_parameters(), strict=True)
@@ -218,12 +218,12 @@ def test_flat_tokens_and_maps_with_channels_first():
         dict(prenorm=False, affine=False),
         dict(),
         dict(unbiased=True, pool_second_moment=False),
-        dict(mix_mean=False, var_lambda=0.0, position='uniform'),
+        dict(mean_lambda=1.0, var_lambda=0.0, position='uniform'),
     ],
 )
 def test_prefix_tokens_are_normalised_as_if_lambdas_were_one(options, number):
     layer = randomised(DTN(12, 3, 2, **options))
-    fixed = DTN(12, 3, 2, **dict(options, mean_lambda=1, var_lambda=1) | dict(mix_mean=True))
+    fixed = DTN(12, 3, 2, **dict(options, mean_lambda=1, var_lambda=1))
     fixed.load_state_dict(layer.state_dict(), strict=False)
     x = torch.randn(2, number + 35, 12) * 2 + 1
     y = layer(x, hw_shape=(5, 7), num_prefix_tokens=number)

@@ -30,7 +30,7 @@ def norms():
     dtns = [
         DTN(C, num_heads=3, pool_size=4),
         DTN2d(C, num_heads=3, pool_size=3, prenorm=False, unbiased=True, pool_second_moment=False),
-        DTN(C, num_heads=3, position='identity', mix_mean=False, affine=False),
+        DTN(C, num_heads=3, position='identity', mean_lambda=1.0, affine=False),
     ]
     with torch.no_grad():
         for p in (p for norm in dtns for p in norm.parameters()):

@@ -29,7 +29,7 @@ def problems(draw, largest=40):
 
 
 def check(shape, heads, s, seed, change=lambda x: x):
-    assert dtn_cpu.works(torch.device('cpu'))
+    assert dtn_cpu.works()
     (x, *parameters), upstream = random_tensors(shape, heads, seed)
     exact = results(reference.dtn, in_float64([x, *parameters]), upstream, s)
     found = results(dtn, [change(x.detach()).requires_grad_(), *parameters], upstream, s)

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mmdtn.ops import Settings, Tensors, dtn_triton, reference
+from mmdtn.ops import Settings, Tensors, dtn_triton, reference, triton_check
 
 pytest.importorskip('triton')
 INTERPRETED = os.environ.get('TRITON_INTERPRET') == '1'
@@ -155,7 +155,7 @@ if INTERPRETED:
         assert kept <= 2
 
     def test_check_of_a_device():
-        assert dtn_triton.self_check(torch.device('cpu')) is None
+        assert triton_check.self_check(torch.device('cpu')) is None
 
 else:
 
@@ -171,19 +171,23 @@ else:
 
     @pytest.mark.slow
     def test_processes_follow_the_worst_answer(tmp_path):
-        """The kernels of one run by the interpreter; the other has neither that nor a GPU, and its kernels fail."""
+        """The record on the second process' machine says that the check failed there."""
         code = f"""
-            import sys, torch
-            from mmdtn.ops import dtn_triton
-            torch.distributed.init_process_group('gloo', 'file://{tmp_path}/meet', rank=int(sys.argv[1]), world_size=2)
+            import json, sys, torch
+            from mmdtn.ops import triton_check
+            rank, device = int(sys.argv[1]), torch.device('cpu')
+            record = triton_check.record_of(device)
+            record.parent.mkdir(parents=True)
+            record.write_text(json.dumps(dict(wrong='planted' if rank else None)))
+            torch.distributed.init_process_group('gloo', 'file://{tmp_path}/meet', rank=rank, world_size=2)
             with torch.no_grad():
-                print(dtn_triton.works(torch.device('cpu')))  # for itself
-            print(dtn_triton.works(torch.device('cpu')), dtn_triton.works(torch.device('cpu')))
+                print(triton_check.works(device))  # for itself
+            print(triton_check.works(device), triton_check.works(device))
             """
         processes = [
             subprocess.Popen(
                 [sys.executable, '-W', 'always::UserWarning', '-c', textwrap.dedent(code), str(rank)],
-                env=dict(os.environ, TRITON_INTERPRET=str(1 - rank)),
+                env=dict(os.environ, TRITON_INTERPRET='1', XDG_CACHE_HOME=f'{tmp_path}/{rank}'),
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 text=True,

@@ -93,10 +93,6 @@ def test_two_detectors_side_by_side_and_an_image_without_objects(shapes, tmp_pat
     dtn = write_detector(tmp_path / 'with_dtn.py', shapes)
     ln = tmp_path / 'with_ln.py'
     ln.write_text("_base_ = './with_dtn.py'\nmodel = dict(backbone=dict(norm_cfg=dict(_delete_=True, type='LN')))\n")
-    times = {name: dict(train_s=s, infer_s=s / 3, saved_mib=10.0) for name, s in dict(LN=1.0, DTN=2.0).items()}
-    times['fused'] = dict(infer_s=0.25)  # which does not train
-    cost = dict(torch='2', threads=2, results=dict(pvt={'224': times}))
-    (tmp_path / 'cost.json').write_text(json.dumps(cost))
     layer = 'dtn/backbone.stages.0.blocks.0.norm1'
     heads = [(f'{layer}/{kind}/{head}', head) for kind in ('lambda_mean', 'lambda_var') for head in (0, 1)]
     log = [{name: 0.5 + step / 100 + head / 10 for name, head in heads} | dict(step=step) for step in (5, 10)]
@@ -105,7 +101,7 @@ def test_two_detectors_side_by_side_and_an_image_without_objects(shapes, tmp_pat
     page = run(
         dtn, save(dtn, tmp_path / 'dtn.pth'), '--images', shapes / 'annotations' / 'instances_val.json',
         '--against', ln, save(ln, tmp_path / 'ln.pth'), '--log', tmp_path / 'scalars.json',
-        '--cost', tmp_path / 'cost.json', '--out', out,
+        '--out', out,
     )  # fmt: skip
     assert 'Left out' not in page.titles
     assert 'An image without annotated objects is among them.' in page.text
@@ -116,9 +112,6 @@ def test_two_detectors_side_by_side_and_an_image_without_objects(shapes, tmp_pat
     assert {row['model'] for row in read(out / 'lambda.csv')} == {'with_dtn'}
     curve = [r for r in read(out / 'lambda_over_training.csv') if r['quantity'] == 'lambda_var' and r['head'] == '1']
     assert [(r['iteration'], r['lambda']) for r in curve] == [('5', '0.65'), ('10', '0.7')]
-    assert {row['value'] for row in read(out / 'benchmark.csv')} == {
-        '1', '2', '0.333333', '0.666667', '10', '0.25', 'nan'
-    }  # fmt: skip
 
 
 SCOPED = """
@@ -269,9 +262,9 @@ def test_the_best_of_a_loss_is_the_lowest(tmp_path):
 
 def test_a_metric_that_no_run_has_is_told(tmp_path):
     folder = write_run(tmp_path / 'run', {10: 4.0}, {1: 50.0})
-    with pytest.raises(SystemExit, match='no run has accuracy/top5; nearest: accuracy/top1'):
+    with pytest.raises(SystemExit, match='accuracy/top5; nearest: accuracy/top1'):
         compare_runs.main([str(folder), '--metrics', 'accuracy/top5', '--out', str(tmp_path / 'out')])
-    with pytest.raises(SystemExit, match=r'holds no .*scalars\.json: give the work directory'):
+    with pytest.raises(SystemExit, match=r'scalars\.json'):
         compare_runs.main([str(tmp_path), '--out', str(tmp_path / 'out')])
 
 

@@ -361,7 +361,7 @@ def test_other_sizes_of_a_model_that_takes_one():
     model = vit(dynamic_img_size=False).eval()
     report = convert_norms(model, (64, 64))
     assert report.sizes == [(64, 64)] and 'it takes no other size' in str(report) and len(report.converted) == 4
-    with pytest.raises(ValueError, match=r'converted for images of 64 x 64, the only size .*, but got 72 x 64'):
+    with pytest.raises(ValueError, match=r'64 x 64.*72 x 64'):
         model(images((72, 64)))
     assert model(images((64, 64))).isfinite().all()
 
@@ -374,18 +374,18 @@ def test_a_size_that_is_none():
 def test_methods_other_than_the_call_and_sizes_of_a_model_that_changed():
     model, size, _ = make('vit')
     convert_norms(model, size)
-    with pytest.raises(ValueError, match=r'65 tokens outside a call of the model.*forward_features'):
+    with pytest.raises(ValueError, match=r'65 tokens .*forward_features'):
         model.forward_features(images(size))
     model(images(size)).sum()  # which leaves a graph, but no backward pass is under way
-    with pytest.raises(ValueError, match=r'65 tokens outside a call of the model.*forward_features'):
+    with pytest.raises(ValueError, match=r'65 tokens .*forward_features'):
         model.forward_features(images(size))
     model.patch_embed.proj.stride = 4
-    with pytest.raises(ValueError, match=r'has 1 \+ 8 x 8 tokens for an image of 64 x 64 .* but got 226'):
+    with pytest.raises(ValueError, match=r'8 x 8 .*64 x 64 .*226'):
         model(images(size))
 
 
 def test_a_model_that_cannot_be_run_says_why():
-    with pytest.raises(ValueError, match=r'cannot be run on images of 2 x 3 x 60 x 64.*example_size=\(height, width\)'):
+    with pytest.raises(ValueError, match=r'2 x 3 x 60 x 64.*example_size'):
         convert_norms(vit(dynamic_img_size=False), (60, 64))
     gray = vit(in_chans=1)
     with pytest.raises(ValueError, match='2 x 3 x 64 x 64'):

@@ -118,7 +118,7 @@ def test_stored_pictures_are_those_made_while_loading(classifier, tmp_path, grou
     assert made == read
     with pytest.raises(SystemExit, match=r'neither snow/ nor weather/snow/'):
         run(classifier, tmp_path / 'stored', '--corruptions', 'snow', '--stored', str(stored))
-    with pytest.raises(SystemExit, match=r'with corruptions made while loading, not .*imagenet-c: name another --out'):
+    with pytest.raises(SystemExit, match=r'imagenet-c.*--out'):
         run(classifier, tmp_path / 'made', '--stored', str(stored))
 
 
@@ -139,7 +139,7 @@ def test_stored_pictures_of_another_size_go_through_the_pipeline(classifier, tmp
     clean, fog = json.loads((tmp_path / 'out' / 'cells.json').read_text())['config']['cells'].values()
     assert clean == fog and Bright.sides == {16}
     shutil.rmtree(folder / 'cross')
-    with pytest.raises(SystemExit, match=r'fog/1 has 4 class folders, but the test set of the config has 5 classes'):
+    with pytest.raises(SystemExit, match=r'fog/1 .*4 .*5 classes'):
         run((config, checkpoint), tmp_path / 'other', *options)
 
 
@@ -156,7 +156,7 @@ def test_some_of_the_stored_pictures(classifier, tmp_path):
 def test_cells_of_other_settings_are_not_taken(classifier, tmp_path):
     cell = ('--corruptions', 'fog', '--severities', '1')
     run(classifier, tmp_path / 'out', *cell)
-    with pytest.raises(SystemExit, match=r'cells\.json has cells of config with config .* name another --out'):
+    with pytest.raises(SystemExit, match=r'cells\.json .*--out'):
         run(classifier, tmp_path / 'out', *cell, '--cfg-options', 'test_dataloader.dataset.data_prefix=train')
 
 
@@ -194,7 +194,7 @@ def test_renditions_are_a_part_of_the_classes(classifier, tmp_path):
     other = ('--corruptions', 'fog', '--severities', '1', '--renditions', str(tmp_path / 'fewer'))
     assert 'renditions_top1_of_2' in run(classifier, tmp_path / 'out', *other)
     (tmp_path / 'fewer' / 'cross').rename(tmp_path / 'fewer' / 'circle')
-    with pytest.raises(SystemExit, match='circle is neither a class of the test set nor a folder of ImageNet'):
+    with pytest.raises(SystemExit, match='circle '):
         run(classifier, tmp_path / 'none', *other)
     # They are the test set's own pictures of these classes.
     for measure in ('top1_of_3', 'top1_of_all'):

@@ -250,7 +250,7 @@ def test_resume_does_not_start_over_beside_checkpoints(tmp_path, classifier):
     work.mkdir()
     torch.save(dict(meta={}, state_dict={}), work / 'epoch_3.pth')
     arguments = [str(classifier), '--resume', '--work-dir', str(work)]
-    with pytest.raises(UserError, match='none that is whole and has the state of the optimizer'):
+    with pytest.raises(UserError, match=r'optimizer.*--work-dir'):
         configure(parse_args(arguments))
     (work / 'epoch_3.pth').unlink()
     (work / 'global_step3').mkdir()  # as DeepSpeed saves
@@ -463,7 +463,7 @@ def test_weights_start_a_new_training_and_wrong_shapes_are_named(tmp_path, data)
     with pytest.raises(SystemExit, match=wrong):
         main([str(six), '--work-dir', str(tmp_path / 'third'), '--weights', str(trained)])
     torch.save(dict(state_dict=dict(strange=torch.zeros(2))), other)
-    with pytest.raises(SystemExit, match=r'none of its tensors has the name of one of the model; it has strange\.'):
+    with pytest.raises(SystemExit, match=r'pth.*strange'):
         main([str(config), '--work-dir', str(tmp_path / 'fourth'), '--weights', str(other)])
 
 

@@ -45,7 +45,6 @@ def analyze(args: argparse.Namespace) -> Path:
     sections.draw_neighbourhoods(report, runs)
     sections.draw_components(report, runs)
     sections.draw_cost(report, runs)
-    sections.draw_benchmark(report, args.cost)
     return report.write()
 
 
@@ -58,7 +57,6 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument('--number', type=int, default=8, help='images, spread evenly over all (default: %(default)s)')
     parser.add_argument('--against', nargs=2, metavar=('CONFIG', 'CHECKPOINT'), help='a second model, side by side')
     parser.add_argument('--log', help='scalars.json of a training with DTNMonitorHook')
-    parser.add_argument('--cost', help='JSON of benchmark_norm.py or benchmark_backbone.py')
     parser.add_argument('--debug', action='store_true', help='show the traceback of every error')
     args = parser.parse_args(arguments)
     if args.number < 1:

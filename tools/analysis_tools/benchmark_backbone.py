@@ -1,6 +1,6 @@
 """Time and saved bytes of the backbones with DTN and with LayerNorm, beside those that others wrote, in one run.
 
-python tools/analysis_tools/benchmark_backbone.py [--models pvt swin vit] [--repeats 5] [--json out.json] [--only 224]
+python tools/analysis_tools/benchmark_backbone.py [--models pvt swin vit] [--repeats 5] [--only 224]
 python tools/analysis_tools/benchmark_backbone.py --count [--models pvt]    # GPU traffic, counted without a GPU
 
 The ratios are what counts: the models of a family take turns, round by round. Times and ratios are medians over the
@@ -9,7 +9,6 @@ rounds.
 
 import argparse
 import itertools
-import json
 import os
 import statistics
 import subprocess
@@ -132,7 +131,6 @@ def main() -> None:
     parser.add_argument('--models', nargs='+', choices=FAMILIES, default=list(FAMILIES), help='families; default: all')
     parser.add_argument('--repeats', type=int, default=5)
     parser.add_argument('--only', choices=INPUTS, help='one of the two inputs')
-    parser.add_argument('--json', help='write the results to this file as well')
     parser.add_argument('--count', action='store_true', help='count launches and bytes of a forward pass on a GPU')
     args = parser.parse_args()
     if args.count:
@@ -141,18 +139,13 @@ def main() -> None:
     torch.manual_seed(0)
     keep_freed_memory()  # as tools/train.py does; or else glibc's returning it decides the ratios
     print(f'torch {torch.__version__}, {torch.get_num_threads()} threads, float32')
-    results: dict[str, dict] = {family: {} for family in args.models}
     for family, key in itertools.product(args.models, [args.only] if args.only else INPUTS):
         shape = INPUTS[key]
         print(f'\n{" x ".join(map(str, shape)):30}{"train step":>12}{"inference":>12}{"saved":>12}', flush=True)
-        results[family][key] = measure(family, shape, args.repeats)
-        for name, row in results[family][key].items():
+        for name, row in measure(family, shape, args.repeats).items():
             print(line(name, row, COLUMNS))
             if 'ratios' in row:
                 print(line(f'  / {row["against"]}', row['ratios'], dict.fromkeys(COLUMNS, '{:.2f}x')))
-    if args.json:
-        with open(args.json, 'w') as file:
-            json.dump(dict(torch=torch.__version__, threads=torch.get_num_threads(), results=results), file, indent=1)
 
 
 if __name__ == '__main__':

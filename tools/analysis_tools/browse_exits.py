@@ -13,7 +13,7 @@ import mmcv
 from mmengine.dataset import BaseDataset
 from numpy.typing import NDArray
 
-from mmdtn.dvt.evaluate import Answers, answers, build_loader, load_cascade
+from mmdtn.dvt.answers import Answers, answers, build_loader, load_cascade
 from mmdtn.errors import readable_errors
 from mmdtn.models import read_config
 from mmdtn.reports.exits import examples

@@ -18,6 +18,7 @@ from mmdtn.datasets.corruption import SEVERITIES, Corruption, chosen
 from mmdtn.errors import UserError, readable_errors
 from mmdtn.files import write_whole
 
+QUALITY = 85  # of JPEG files, as ImageNet-C's
 ENDINGS = ('.jpg', '.jpeg', '.png')
 SAMPLED = 8  # pictures, from which the size is estimated
 
@@ -30,7 +31,6 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
         '--corruptions', nargs='+', default=['benchmark'], help='names, groups, benchmark or all (%(default)s)'
     )
     parser.add_argument('--severities', nargs='+', type=int, default=list(SEVERITIES), choices=SEVERITIES)
-    parser.add_argument('--quality', type=int, default=85, help="of JPEG files; 85 is ImageNet-C's (%(default)s)")
     parser.add_argument('--processes', type=int, default=os.cpu_count(), help='(%(default)s)')
     parser.add_argument('--yes', action='store_true', help='do not ask before writing')
     parser.add_argument('--debug', action='store_true', help='show the traceback of every error')
@@ -43,10 +43,10 @@ def read(source: Path) -> np.ndarray:
         return np.asarray(image.convert('RGB'))
 
 
-def encode(rgb: np.ndarray, like: Path, quality: int) -> bytes:
+def encode(rgb: np.ndarray, like: Path) -> bytes:
     file = io.BytesIO()
     suffix = like.suffix.lower()
-    options = dict(quality=quality) if suffix in ('.jpg', '.jpeg') else {}  # PNG loses nothing
+    options = dict(quality=QUALITY) if suffix in ('.jpg', '.jpeg') else {}  # PNG loses nothing
     Image.fromarray(rgb).save(file, format=Image.registered_extensions()[suffix], **options)
     return file.getvalue()
 
@@ -56,15 +56,15 @@ def corrupted(rgb: np.ndarray, name: str, severity: int, source: Path) -> np.nda
     return Corruption(name, severity)(loaded)['img'][..., ::-1]
 
 
-def write(job: tuple[Path, list[tuple[str, int, Path]], int]) -> int:
+def write(job: tuple[Path, list[tuple[str, int, Path]]]) -> int:
     """All copies of one picture that are missing; returns how many."""
-    source, targets, quality = job
+    source, targets = job
     todo = [target for target in targets if not target[2].exists()]
     if not todo:
         return 0
     rgb = read(source)
     for name, severity, target in todo:
-        write_whole(target, encode(corrupted(rgb, name, severity, source), target, quality))
+        write_whole(target, encode(corrupted(rgb, name, severity, source), target))
     return len(todo)
 
 
@@ -85,7 +85,7 @@ def run(args: argparse.Namespace) -> None:
     cells = [(name, severity) for name in names for severity in sorted(set(args.severities))]
     middle = sorted(set(args.severities))[len(set(args.severities)) // 2]
     sampled = sources[:: -(-len(sources) // SAMPLED)]
-    sizes = [len(encode(corrupted(read(p), name, middle, p), p, args.quality)) for p in sampled for name in names]
+    sizes = [len(encode(corrupted(read(p), name, middle, p), p)) for p in sampled for name in names]
     size = sum(sizes) / len(sizes) * len(sources) * len(cells)
     args.target.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(args.target).free
@@ -102,7 +102,7 @@ def run(args: argparse.Namespace) -> None:
     for source in sources:
         inside = source.relative_to(args.source)
         targets = [(name, severity, args.target / name / str(severity) / inside) for name, severity in cells]
-        jobs.append((source, targets, args.quality))
+        jobs.append((source, targets))
     with ProcessPoolExecutor(args.processes) as pool:
         written = sum(pool.map(write, jobs, chunksize=4))
     print(f'written: {written:,} files in {args.target}')

@@ -102,14 +102,13 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         '--shape', type=int, nargs=2, metavar=('H', 'W'), help='of the comparison; 224 224, or what the model takes'
     )
-    parser.add_argument('--batch', type=int, default=1, help='images of the comparison (default: %(default)s)')
     parser.add_argument('--repeats', type=int, default=10, help='runs that are timed (default: %(default)s)')
     parser.add_argument('--debug', action='store_true', help='show the traceback of every error')
     args = parser.parse_args(arguments)
     if args.out.suffix != '.pth':
         parser.error(f'--out {args.out}: give a .pth file; the config goes beside it')
-    if min(args.batch, args.repeats) < 1:
-        parser.error('--batch and --repeats: at least 1')
+    if args.repeats < 1:
+        parser.error('--repeats: at least 1')
     return args
 
 
@@ -120,7 +119,7 @@ def main(arguments: list[str] | None = None) -> None:
         model, fused, outcomes, channels = convert(args.config, args.checkpoint, args.out)
         show(outcomes)
         print(f'written: {args.out} and {args.out.with_suffix(".py")}')
-        compare(model, fused, (args.batch, channels, *(args.shape or only_size(model))), args.repeats)
+        compare(model, fused, (1, channels, *(args.shape or only_size(model))), args.repeats)
 
 
 if __name__ == '__main__':

@@ -42,7 +42,7 @@ def test_lambdas_learned_and_fixed():
     mean, var = lambdas(layer)
     torch.testing.assert_close(mean, torch.tensor([0.5, 0.8807971]))
     assert var.tolist() == [0.25, 0.25]
-    assert lambdas(DTN(8, num_heads=2, mix_mean=False))[0].tolist() == [1, 1]
+    assert lambdas(DTN(8, num_heads=2, mean_lambda=1.0))[0].tolist() == [1, 1]
 
 
 class Model(BaseModel):

@@ -69,7 +69,7 @@ def test_a_folder_without_any_of_the_pictures_ends_the_run(tmp_path, build):
     dataset.pipeline = WithoutBrokenImages(dataset.pipeline, str(tmp_path), strict=False)
     for path in (tmp_path / 'coco' / 'train').iterdir():
         path.unlink()
-    with pytest.raises(DataError, match=r'100 training images in a row.*train/00000\d\.jpg .*no such file'):
+    with pytest.raises(DataError, match=r'100 .*train/00000\d\.jpg'):
         dataset[0]
 
 

@@ -108,7 +108,7 @@ def test_a_loss_that_breaks_after_the_last_layer(tmp_path, monkeypatch):
         def __init__(self):
             super().__init__('division')
 
-    with pytest.raises(NonFiniteError, match=r'the loss is inf in iteration 1 .* computation of the loss'):
+    with pytest.raises(NonFiniteError, match=r'inf .*iteration 1 .* loss'):
         train(tmp_path, monkeypatch, Divides)
 
 
@@ -130,7 +130,7 @@ def test_ruined_weights_do_not_reach_a_checkpoint(tmp_path, monkeypatch):
             x = torch.stack(inputs).abs()
             return dict(loss=Infinite.apply(self.head(self.scale(x))).square().mean())
 
-    with pytest.raises(NonFiniteError, match=r'not finite after iteration 1, so no checkpoint .* (scale|head)'):
+    with pytest.raises(NonFiniteError, match=r'iteration 1, .*(scale|head)'):
         train(tmp_path, monkeypatch, Sudden)
     assert not list(tmp_path.glob('*.pth'))
 
