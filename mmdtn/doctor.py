@@ -1,17 +1,21 @@
-"""What this environment has, what is wrong with it, and how to mend it: python -m mmdtn.doctor
+"""What this environment has, what is wrong with it, and how to mend it: python -m mmdtn.doctor [--report FILE]
 
-It also builds DTN's C++, which takes 10 to 20 seconds the first time.
+It also builds DTN's C++, which takes 10 to 20 seconds the first time. On a GPU it checks the Triton kernels in all
+dtypes and measures them, which takes a few minutes.
 """
 
+import argparse
 import ctypes
 import functools
 import importlib
+import itertools
 import os
 import platform
 import shutil
 import sys
 from collections.abc import Iterator, Mapping
 from importlib import metadata
+from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
 
@@ -212,16 +216,49 @@ def _tensorboard() -> Finding:
     )
 
 
-def main() -> int:
+def _lines() -> Iterator[tuple[str, bool]]:
+    """The report, and for each line whether it says that something is wrong."""
     findings = list(examine())
     width = max(len(finding.what) for finding in findings)
     for finding in findings:
-        print(f'{"wrong" if finding.mend else "ok   "}  {finding.what:<{width}}  {finding.found}')
+        yield f'{"wrong" if finding.mend else "ok   "}  {finding.what:<{width}}  {finding.found}', bool(finding.mend)
         if finding.mend:
-            print(f'       {"":<{width}}  -> {finding.mend}')
+            yield f'       {"":<{width}}  -> {finding.mend}', False
     wrong = sum(bool(finding.mend) for finding in findings)
-    print('Nothing is wrong.' if not wrong else f'{wrong} of {len(findings)} things are wrong.')
-    return 1 if wrong else 0
+    yield 'Nothing is wrong.' if not wrong else f'{wrong} of {len(findings)} things are wrong.', False
+
+
+def _measurements() -> Iterator[str]:
+    """What the kernels cost on each GPU."""
+    torch, _ = _import('torch')
+    if torch is None or not torch.cuda.is_available():
+        return
+    gpu_report, error = _import('mmdtn.benchmarks.gpu_report')
+    if gpu_report is None:
+        yield f'No measurements: {error}'
+        return
+    for i in range(torch.cuda.device_count()):
+        yield f'\nGPU {i}: {torch.cuda.get_device_name(i)}'
+        try:
+            with torch.cuda.device(i):
+                yield from gpu_report.report(torch.device('cuda', i))
+        except Exception as error:  # what could be measured is worth having
+            yield f'The measurement stopped: {type(error).__name__}: {error}'
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument('--report', type=Path, help='also write everything to this file, for an issue on GitHub')
+    args = parser.parse_args(arguments)
+    said, wrong = [], False
+    for line, is_wrong in itertools.chain(_lines(), ((line, False) for line in _measurements())):
+        print(line, flush=True)
+        said.append(line)
+        wrong |= is_wrong
+    if args.report:
+        args.report.write_text('\n'.join(said) + '\n')
+        print(f'This report is in {args.report}.')
+    return int(wrong)
 
 
 if __name__ == '__main__':

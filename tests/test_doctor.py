@@ -21,7 +21,7 @@ esac
 
 
 def report(capsys):
-    code = doctor.main()
+    code = doctor.main([])
     return code, capsys.readouterr().out
 
 
@@ -70,6 +70,7 @@ def test_the_cpp_kernels_are_built_where_they_are_missing(capsys, monkeypatch, t
     monkeypatch.setenv('TORCH_EXTENSIONS_DIR', str(built))
     monkeypatch.setenv('CXX', str(compiler))
     code, text = report(capsys)
+    assert built.exists() and len(list(built.iterdir())) == 1, text
     (library,) = built.iterdir()
     assert code == 0 and re.search(rf'ok     DTN in C\+\+ +{library}\n', text)
 

@@ -110,6 +110,7 @@ class DTN(nn.Module):
         self.var_mix = parameter(self.var_lambda is None, num_heads)
         self.position = parameter(position == 'learned', num_heads, 3)
         self.reset_parameters()
+        self._check_kernels()
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
@@ -126,9 +127,14 @@ class DTN(nn.Module):
     def _apply(self, *args: Any, **kwargs: Any) -> 'DTN':
         # torch has no public hook for a move to another device; torch.nn.RNNBase overrides this method as well.
         super()._apply(*args, **kwargs)
-        for parameter in self.parameters(recurse=False):
-            prepare(parameter.device)
+        self._check_kernels()
         return self
+
+    def _check_kernels(self) -> None:
+        """Now, so that it does not happen inside of a training step."""
+        for parameter in self.parameters(recurse=False):
+            if type(parameter) is nn.Parameter:  # and not fake
+                prepare(parameter.device)
 
     def forward(
         self,

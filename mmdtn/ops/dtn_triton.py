@@ -479,9 +479,9 @@ def _rows_backward(memory, g, records, H, W, L):
     P_x = _axis(memory, chunk.head, 1, h, w)
     uv = _load_cells(memory.cells, memory.of_tokens, row * w + key[:, None], (key < w)[:, None], chunk, L)
     of_u, of_v = _zeros(16, L.lanes)
-    of_square, of_linear = _zeros(L.rows, L.lanes)
-    for start in range(0, w, L.rows):
-        query = start + tl.arange(0, L.rows)
+    of_square, of_linear = _zeros(32, L.lanes)
+    for start in range(0, w, 32):
+        query = start + tl.arange(0, 32)
         at = (row * w + query[:, None]) * L.C + chunk.channel
         of_rows = _load_pair(memory.rows, at, (query < w)[:, None] & chunk.real)
         P = _load_P(P_x, query, key)
@@ -814,6 +814,11 @@ def backward(grad: Tensor, t: Tensors, kept: Tensor, s: Settings) -> Tensors:
         call.by_tiles(_tokens_backward, call.H * call.W, memory, g)
         call.plan.launch(_parameters, (L.K, 1, 1), (g, parts, parts + rows, call.plan.constants[0]), 4)
     return gradients
+
+
+def compiled_kernels(t: Tensors, s: Settings, dtype: torch.dtype) -> dict[str, Any]:
+    """The kernels that a layer has launched so far, by name."""
+    return {name: kernel for (name, *_), kernel in _Call(t, s, dtype).plan.launch.compiled.items()}
 
 
 def _aligned(tensors: Any) -> Any:

@@ -6,14 +6,12 @@ compiled. It happens once for a machine: the outcome is kept in a file, by GPU, 
 """
 
 import contextlib
-import functools
 import hashlib
 import json
 import os
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
@@ -74,7 +72,7 @@ def works(device: torch.device) -> bool:
         prepare(device)
         if device not in _found:  # the first call that need not wait finds the answer
             return True
-    if torch.is_grad_enabled() and is_distributed() and not _must_wait():
+    if torch.is_grad_enabled() and is_distributed():
         failed = torch.tensor(int(_found[device] is not None), device=device)
         all_reduce(failed, 'max')
         _agreed[device] = 'on another device of this run' if failed and not _found[device] else _found[device]
@@ -84,8 +82,11 @@ def works(device: torch.device) -> bool:
 
 
 def _must_wait() -> bool:
-    """Whether nothing can be computed and compared now."""
-    return torch.compiler.is_compiling() or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
+    """Whether nothing can be computed and differentiated now."""
+    if torch.compiler.is_compiling() or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
+        return True
+    with _usual_modes(torch.device('cpu')):  # inside an operator autograd records nothing all the same
+        return not torch.ones(1, device='cpu', requires_grad=True).clone().requires_grad
 
 
 def _warn(what: str) -> None:
@@ -171,13 +172,17 @@ def _locked(record: Path) -> Iterator[None]:
 
 
 def self_check(device: torch.device, cases: list[Case] = SHORT) -> str | None:
-    """Runs small layers forward and backward; returns None if their results are right, else what is wrong.
+    """Runs small layers forward and backward; returns None if their results are right, else what is wrong."""
+    with _usual_modes(device):
+        return next(filter(None, (_wrong(device, case) for case in cases)), None)
 
-    A thread of its own runs them. Autocast, inference mode, gradient mode, saved-tensor hooks (activation
-    checkpointing) and the default device belong to a thread, so none of the caller's reaches the check.
-    """
-    with ThreadPoolExecutor(1) as thread:
-        return thread.submit(lambda: next(filter(None, map(functools.partial(_wrong, device), cases)), None)).result()
+
+@contextlib.contextmanager
+def _usual_modes(device: torch.device) -> Iterator[None]:
+    """None of the caller's modes, whose saved-tensor hooks may be those of activation checkpointing."""
+    keep = torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
+    with torch.inference_mode(False), torch.enable_grad(), keep, torch.autocast(device.type, enabled=False):
+        yield
 
 
 def _wrong(device: torch.device, case: Case) -> str | None:
@@ -201,10 +206,11 @@ def _wrong(device: torch.device, case: Case) -> str | None:
         return f'{case}: {type(error).__name__}: {error}'
     if not all(map(torch.equal, gradients, again)):
         return f'{case}: the same call gives other gradients the second time'
-    exact = Tensors(*(tensor.double() for tensor in t))
-    expected, pull_back, *_ = torch.func.vjp(functools.partial(reference.dtn, s=s), exact)
+    exact = Tensors(*(tensor.double().requires_grad_() for tensor in t))
+    expected = reference.dtn(exact, s)
+    expected_gradients = torch.autograd.grad(expected, exact, grad.double())
     names = ('output', *(f'gradient of {name}' for name in t._fields))
-    pairs = zip((y, *gradients), (expected, *pull_back(grad.double())[0]), strict=True)
+    pairs = zip((y, *gradients), (expected, *expected_gradients), strict=True)
     for name, (ours, right) in zip(names, pairs, strict=True):
         difference = ((ours.double() - right).norm() / right.norm()).item()
         limit = TOLERANCES[dtype][name != 'output']

@@ -33,7 +33,7 @@ def test_flops_of_a_norm_are_those_that_torch_and_mmengine_count(pool_size):
     assert norm_flops(layer, 13, 20, 64) == products.get_total_flops() / 2 + 5 * x.numel()  # torch counts 2 for each
     assert norm_flops(layer, 13, 20, 64) == flops_by_module(layer, x)['']
     plain = FlopAnalyzer(nn.LayerNorm(64), (x,)).tracer_warnings('none').total()
-    assert norm_flops(nn.LayerNorm(64), 13, 20, 64) == plain
+    assert norm_flops(nn.LayerNorm(64), 13, 20, 64) == plain == flops_by_module(nn.LayerNorm(64), x)['']
 
 
 def test_the_backbone_of_a_detector_may_be_a_converted_one(tmp_path):

@@ -194,3 +194,39 @@ def test_builds_in_every_scope(name, norm):
     for package in (mmengine, mmdet, mmpretrain):
         model = package.registry.MODELS.build(dict(options, type=backbone.__name__, norm_cfg=dict(type=norm)))
         assert isinstance(model, backbone)
+
+
+class FullPrecisionDTN(DTN):
+    """Leaves it to autocast to cast its output, in front of each layer that takes it."""
+
+    def forward(self, *args: Any, feeds_autocast: bool = False) -> torch.Tensor:
+        return super().forward(*args)
+
+
+class CastDTN(FullPrecisionDTN):
+    """Casts its output."""
+
+    def forward(self, *args: Any, feeds_autocast: bool = False) -> torch.Tensor:
+        return super().forward(*args).to(torch.bfloat16)
+
+
+@pytest.mark.parametrize('name', CASES)
+def test_half_precision_of_norms_is_that_of_a_cast(name):
+    """A norm in front of linear layers gives half precision at once: to the bit what autocast makes of its output."""
+    x = torch.randn(2, 3, *CASES[name].size, requires_grad=True)
+    outputs, gradients = {}, {}
+    for norm in (DTN, FullPrecisionDTN, CastDTN):
+        torch.manual_seed(0)
+        model = small(name, norm_cfg=dict(type=norm)).eval()
+        model.init_weights()
+        dtypes = set()
+        for module in model.modules():
+            if isinstance(module, DTN):
+                module.register_forward_hook(lambda module, inputs, output, seen=dtypes: seen.add(output.dtype))
+        with torch.autocast('cpu', torch.bfloat16):
+            outs = outputs[norm] = model(x)
+        loss = sum(out.float().square().sum() for out in outs)
+        gradients[norm] = torch.autograd.grad(loss, [x, *model.parameters()])
+        assert norm is FullPrecisionDTN or dtypes == {torch.bfloat16}
+    assert all(map(torch.equal, outputs[DTN], outputs[FullPrecisionDTN]))
+    assert all(map(torch.equal, gradients[DTN], gradients[CastDTN]))

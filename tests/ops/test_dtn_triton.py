@@ -11,12 +11,12 @@ import textwrap
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from mmdtn.ops import Settings, Tensors, dtn_triton, reference, triton_check
 
+from .interpreted import INTERPRETED, Guards, run_interpreted, tensors
+
 pytest.importorskip('triton')
-INTERPRETED = os.environ.get('TRITON_INTERPRET') == '1'
 
 # B, H, W, C, heads, settings
 CASES = [
@@ -38,35 +38,6 @@ CASES = [
     (1, 40, 2, 6, 1, Settings(2, identity=True)),
 ]
 TOLERANCES = {torch.float32: (1e-5, 1e-4), torch.float16: (1e-3, 1e-3), torch.bfloat16: (8e-3, 8e-3)}
-GUARD = 64
-
-
-class Guards(TorchDispatchMode):
-    """Fills what is allocated with nan, and puts it between nans of which none may change or be used."""
-
-    def __init__(self):
-        super().__init__()
-        self.buffers = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        if not func.overloadpacket.__name__.removeprefix('new_').startswith('empty') or not result.numel():
-            return result
-        buffer = torch.full((result.numel() + 2 * GUARD,), float('nan'), dtype=result.dtype)
-        self.buffers.append(buffer)
-        return buffer[GUARD:-GUARD].view(result.shape)
-
-    def untouched(self):
-        return self.buffers and all(b[:GUARD].isnan().all() and b[-GUARD:].isnan().all() for b in self.buffers)
-
-
-def tensors(B, H, W, C, K, dtype, offset=0.0):
-    generator = torch.Generator().manual_seed(H * W + C)
-    x, grad = ((torch.randn(B, H, W, C, generator=generator) + at).to(dtype) for at in (offset, 0))
-    weight, bias = torch.randn(2, C, generator=generator)
-    mean_lambda, var_lambda = torch.rand(2, K, generator=generator)
-    position = torch.randn(K, 3, generator=generator) * 0.3
-    return grad, Tensors(x, weight, bias, mean_lambda, var_lambda, position)
 
 
 def expected(grad, inputs, s):
@@ -145,7 +116,7 @@ if INTERPRETED:
         ids=str,
     )
     def test_moves_no_more_than_its_goal(shape, dtype, goal):
-        from mmdtn.analysis.traffic import count_dtn
+        from mmdtn.benchmarks.traffic import count_dtn
 
         forward, backward, kept = count_dtn(*shape, dtype)
         assert forward.launches <= 8
@@ -161,13 +132,7 @@ else:
 
     @pytest.mark.slow
     def test_under_the_interpreter():
-        run = subprocess.run(
-            [sys.executable, '-m', 'pytest', '-n', '0', '-W', 'ignore', __file__],
-            env=dict(os.environ, TRITON_INTERPRET='1'),
-            capture_output=True,
-            text=True,
-        )
-        assert run.returncode == 0, run.stdout[-5000:] + run.stderr[-1000:]
+        run_interpreted(__file__)
 
     @pytest.mark.slow
     def test_processes_follow_the_worst_answer(tmp_path):

@@ -50,12 +50,12 @@ evaluations = {'niceness': dict(metrics={'niceness': 'accuracy/top1'})}
 def study(tmp_path, monkeypatch):
     """A function that writes the study with more lines, and calls it."""
     for name, text in {'train': TRAIN, 'test': TEST}.items():
-        (tmp_path / 'tools').mkdir(exist_ok=True)
-        (tmp_path / 'tools' / f'{name}.py').write_text(text)
+        (tmp_path / 'root' / 'tools').mkdir(parents=True, exist_ok=True)
+        (tmp_path / 'root' / 'tools' / f'{name}.py').write_text(text)
     (tmp_path / 'config.py').write_text("norm = 'LN'\nlr = 1\n")
     torch.save(dict(meta={}, state_dict={}, optimizer={}), tmp_path / 'checkpoint.pth')
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr('tools.study.ROOT', tmp_path)
+    monkeypatch.setattr('tools.study.ROOT', tmp_path / 'root')
 
     def call(more='', *arguments):
         Path('small.py').write_text(STUDY + more)

@@ -23,8 +23,8 @@ from mmdet.models.backbones.swin import SwinTransformer
 from torch import Tensor, nn
 
 from mmdtn.analysis import SavedBytes
-from mmdtn.analysis.traffic import count_backbone
 from mmdtn.backbones import PVTDTN, SwinDTN, ViTDTN
+from mmdtn.benchmarks.traffic import count_backbone
 from mmdtn.engine.cpu import keep_freed_memory
 from mmdtn.surgery.fusion import fuse
 

@@ -112,6 +112,21 @@ def test_a_loss_that_breaks_after_the_last_layer(tmp_path, monkeypatch):
         train(tmp_path, monkeypatch, Divides)
 
 
+class Chance(nn.Module):
+    def forward(self, x):
+        return x if torch.rand(()) < 0.9 else x * float('nan')
+
+
+def test_the_step_is_run_again_with_its_random_numbers(tmp_path, monkeypatch):
+    class Lottery(Model):
+        def __init__(self):
+            super().__init__('chance')
+            self.inner = Chance()
+
+    with pytest.raises(NonFiniteError, match=r'inner \(Chance\)'):
+        train(tmp_path, monkeypatch, Lottery, loop=dict(type='ResumableEpochLoop', max_epochs=40))
+
+
 def test_ruined_weights_do_not_reach_a_checkpoint(tmp_path, monkeypatch):
     class Infinite(torch.autograd.Function):
         @staticmethod

@@ -1,7 +1,7 @@
 """What DTN's GPU kernels read, write and launch, counted without a GPU.
 
-Bytes decide how long a normalisation takes. A kernel of this package counts the distinct bytes that each of its
-launches reads and writes, as Triton's interpreter sees them; an operator of torch its inputs and outputs, views free.
+For a kernel of this package, the distinct bytes count that each of its launches reads and writes, as Triton's
+interpreter sees them. For an operator of torch its inputs and outputs count. Views are free.
 """
 
 import os
@@ -115,26 +115,67 @@ def _bytes(values: Any) -> int:
 def count_dtn(
     batch: int, height: int, width: int, channels: int, heads: int, pool_size: int, dtype: torch.dtype
 ) -> tuple[Traffic, Traffic, float]:
-    """Forward, backward, and what is kept in between, of a layer whose lambdas are learned."""
+    """Forward, backward, and what is saved in between, of a layer whose lambdas are learned."""
     if os.environ.get('TRITON_INTERPRET') != '1' or dtn_triton.triton is None:
         raise RuntimeError("Traffic is counted by Triton's interpreter: install triton, and set TRITON_INTERPRET=1.")
-    x = torch.randn(batch, height, width, channels).to(dtype)
+    return _count_dtn(torch.randn(batch, height, width, channels).to(dtype), heads, Settings(pool_size), dtype)
+
+
+def _count_dtn(x: Tensor, heads: int, settings: Settings, out: torch.dtype) -> tuple[Traffic, Traffic, float]:
+    channels = x.shape[-1]
     weight, bias, position = torch.ones(channels), torch.zeros(channels), torch.randn(heads, 3) / 10
     mixes = [torch.zeros(heads, requires_grad=True) for _ in range(2)]
-    settings = Settings(pool_size)
     with Counter() as forward:
-        l, m = (mix.sigmoid() for mix in mixes)
-        t = Tensors(x, weight, bias, l.detach(), m.detach(), position)
-        y, kept = dtn_triton.forward(t, settings, dtype)
+        mean_lambda, var_lambda = (mix.sigmoid() for mix in mixes)
+        t = Tensors(x, weight, bias, mean_lambda.detach(), var_lambda.detach(), position)
+        y, kept = dtn_triton.forward(t, settings, out)
     with Counter() as backward:
         gradients = dtn_triton.backward(y, t, kept, settings)
-        torch.autograd.grad((l, m), mixes, (gradients.mean_lambda, gradients.var_lambda))
+        torch.autograd.grad((mean_lambda, var_lambda), mixes, (gradients.mean_lambda, gradients.var_lambda))
     unit = x.nbytes
     return (
         _over(unit, forward, _bytes((y, kept))),
         _over(unit, backward, _bytes(gradients)),
         (unit + _bytes(kept)) / unit,
     )
+
+
+def count_residual(batch: int, height: int, width: int, channels: int, heads: int, pool_size: int) -> dict[str, float]:
+    """Bytes over those of the input, under autocast to float16, forward and backward, of what surrounds a norm.
+
+    That is drop path, the residual sum, the norm, and the casts in front of the next linear layer.
+    """
+    half, full = torch.float16, torch.float32
+    x, upstream = (torch.randn(batch, height, width, channels) for _ in range(2))
+    branch, mask, weight = upstream.half(), torch.ones(batch, 1, 1, 1, dtype=half), torch.ones(channels)
+    x.requires_grad_(), branch.requires_grad_()
+    moved = {
+        out: sum(direction.moved for direction in _count_dtn(x.detach(), heads, Settings(pool_size), out)[:2])
+        for out in (half, full)
+    }
+
+    def count(run: Callable[[], Any]) -> float:
+        with Counter() as counter:
+            run()
+        return counter.moved / x.nbytes
+
+    def layernorm() -> None:
+        _, mean, rstd = torch.ops.aten.native_layer_norm(upstream, [channels], weight, weight, 1e-5)
+        torch.ops.aten.native_layer_norm_backward(
+            upstream, upstream, [channels], mean, rstd, weight, weight, [True] * 3
+        )
+
+    casts = count(upstream.half) + count(branch.detach().float)  # of the output, and of its gradient
+    both = count(lambda: upstream + upstream)  # gradients of the residual stream, and through the norm
+    apart = both + count(lambda: torch.autograd.grad(x + branch * mask, (x, branch), upstream))
+    fused = both + count(lambda: torch.autograd.grad(torch.addcmul(x, branch, mask), (x, branch), upstream))
+    return {
+        'LayerNorm': apart + count(layernorm) + casts,
+        'DTN in float32, drop path apart': apart + moved[full] + casts,
+        'DTN in float32, drop path fused': fused + moved[full] + casts,
+        'DTN in float16, drop path apart': apart + moved[half],
+        'DTN in float16, drop path fused': fused + moved[half],
+    }
 
 
 def count_layernorm(channels: int, tokens: int, dtype: torch.dtype) -> tuple[Traffic, Traffic]:

@@ -1,0 +1,155 @@
+"""Stands in for a GPU: Triton compiles for it, and launches nothing.
+
+``dtn_triton.forward`` and ``backward`` run on CPU tensors. Everything else happens as on a GPU, so the kernels, their
+constants and their arguments are those of a real call.
+"""
+
+import itertools
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.backends.driver import DriverBase
+
+from mmdtn.ops import Settings, Tensors, dtn_triton
+
+# Shared memory, in bytes, that one program can have. NVIDIA's compute capabilities, AMD's architectures.
+SHARED_MEMORY: dict[int | str, int] = {
+    **{75: 64 << 10, 80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10},
+    **{'gfx90a': 64 << 10, 'gfx942': 64 << 10},
+}
+TOOLS = Path(triton.__file__).parent / 'backends/nvidia/bin'
+
+
+class Layer(NamedTuple):
+    """One call of a layer."""
+
+    batch: int
+    height: int
+    width: int
+    channels: int
+    heads: int
+    settings: Settings
+    dtypes: tuple[torch.dtype, torch.dtype] = (torch.float32, torch.float32)  # of the input and of the output
+
+    def tensors(self) -> Tensors:
+        K, C = self.heads, self.channels
+        x = torch.empty(self.batch, self.height, self.width, C, dtype=self.dtypes[0])
+        return Tensors(x, torch.ones(C), torch.zeros(C), torch.rand(K), torch.rand(K), torch.randn(K, 3))
+
+
+class Launch(NamedTuple):
+    """One launch of a compiled kernel."""
+
+    name: str
+    grid: tuple[int, int, int]
+    warps: int
+    shared: int  # bytes
+    binary: bytes
+    arguments: tuple
+
+
+_numbers = itertools.count()
+
+
+class NoGPU(DriverBase):
+    """What Triton asks its driver for."""
+
+    def __init__(self, arch: int | str) -> None:
+        self.arch, self.utils, self.number = arch, self, next(_numbers)
+        self.launches: list[Launch] = []
+
+    @classmethod
+    def is_active(cls) -> bool:
+        return True
+
+    def map_python_to_cpp_type(self, ty: str) -> str:
+        return ty
+
+    def get_current_target(self) -> GPUTarget:
+        if isinstance(self.arch, str):
+            return GPUTarget('hip', self.arch, 64)
+        return GPUTarget('cuda', self.arch, 32)
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device('cpu')
+
+    def get_benchmarker(self) -> Any:
+        raise RuntimeError('There is no GPU to measure on.')
+
+    def get_current_device(self) -> int:
+        return self.number  # kernels are cached by device: each of these drivers compiles for itself
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_device_properties(self, device: int) -> dict[str, int]:
+        return dict(max_shared_mem=SHARED_MEMORY[self.arch])
+
+    def launcher_cls(self, source: Any, metadata: Any) -> Any:
+        def launch(x: int, y: int, z: int, stream: int, function: bytes, packed: Any, *rest: Any) -> None:
+            arguments = rest[3:]  # behind metadata and hooks
+            self.launches.append(
+                Launch(metadata.name, (x, y, z), metadata.num_warps, metadata.shared, function, arguments)
+            )
+
+        return launch
+
+    def load_binary(self, name: str, binary: bytes, shared: int, device: int) -> tuple:
+        # module, function, registers, spills; since Triton 3.4 also the most threads of a program
+        since_3_4 = tuple(map(int, triton.__version__.split('.')[:2])) >= (3, 4)
+        return (object(), binary, 0, 0, 1024) if since_3_4 else (object(), binary, 0, 0)
+
+
+@contextmanager
+def no_gpu(arch: int | str) -> Iterator[NoGPU]:
+    """Triton's driver, while the context is entered."""
+    driver = NoGPU(arch)
+    triton.runtime.driver.set_active(driver)
+    try:
+        yield driver
+    finally:
+        triton.runtime.driver.set_active(None)  # Triton then looks for a real one
+
+
+def launches(arch: int | str, layer: Layer) -> list[Launch]:
+    """The launches of a forward and a backward pass, compiled. Raises what the compiler or Triton raises."""
+    with no_gpu(arch) as driver:
+        t = layer.tensors()
+        y, kept = dtn_triton.forward(t, layer.settings, layer.dtypes[1])
+        dtn_triton.backward(y, t, kept, layer.settings)
+    return driver.launches
+
+
+class Binary:
+    """The code of a kernel for an NVIDIA GPU, read by CUDA's tools, which Triton brings along."""
+
+    def __init__(self, code: bytes) -> None:
+        self.code = code
+
+    def _run(self, *command: str) -> str:
+        with tempfile.NamedTemporaryFile(suffix='.cubin') as file:
+            file.write(self.code)
+            file.flush()
+            tool = [str(TOOLS / command[0]), *command[1:], file.name]
+            return subprocess.run(tool, capture_output=True, text=True, check=True).stdout
+
+    @cached_property
+    def usage(self) -> dict[str, int]:
+        """``REG`` registers of a thread, ``STACK`` bytes that spill, and more."""
+        return {
+            name: int(number) for name, number in re.findall(r'([A-Z]+):(\d+)', self._run('cuobjdump', '-res-usage'))
+        }
+
+    @cached_property
+    def sass(self) -> str:
+        """The instructions."""
+        return self._run('nvdisasm', '-c')
