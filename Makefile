@@ -17,7 +17,7 @@ CREATE_WITH ?= python3
 
 install: $(READY)
 
-$(VENV)/.ready: requirements/*.txt requirements/install.sh setup.py
+$(VENV)/.ready: requirements/*.* setup.py
 	@test -x $(VENV)/bin/python || $(CREATE_WITH) -m venv $(VENV)
 	@requirements/install.sh $(VENV)/bin/python
 	@touch $@

@@ -48,10 +48,13 @@ step "mmengine" "check the network" \
 if "$python" -c 'import mmcv.ops' 2>/dev/null; then
   echo "==> mmcv: already there, with its ops"
 else
-  step "mmcv (compiles its C++ ops: about 14 minutes on 2 cores, once: pip keeps the wheel)" \
+  step "mmcv (compiles its C++ ops: 2 minutes on 2 cores, once: pip keeps the wheel)" \
     "mmcv needs a C++17 compiler (Debian: apt-get install g++ python3-dev); on a GPU machine a built wheel may fit, see README" \
-    pip --no-build-isolation -c $mm onedl-mmcv
+    requirements/mmcv.sh "$python"
 fi
+step "check of mmcv's ops" \
+  "compile them again: $python -m pip uninstall -y onedl-mmcv; $python -m pip cache remove onedl_mmcv; requirements/mmcv.sh $python" \
+  "$python" requirements/check_mmcv.py
 step "mmdet, mmpretrain" "check the network" \
   pip --no-build-isolation -c $mm onedl-mmdetection onedl-mmpretrain
 step "timm, pycocotools, ONNX, test tools" "check the network" \

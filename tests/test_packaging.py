@@ -99,6 +99,16 @@ def test_the_index_names_every_family():
     )
 
 
+def test_every_config_is_in_the_metafile_of_its_folder():
+    """`mim search` and `mim download` know a config from there."""
+    index = modelindex.load(str(REPO / 'model-index.yml'))
+    paths = [path.relative_to(REPO).as_posix() for path in REPO.glob('configs/[!_]*/*.py')]
+    studies = [path for path in paths if '/studies/' in path and 'variants' in (REPO / path).read_text()]
+    assert sorted(m.config for m in index.models) == sorted({*paths} - {*studies})
+    for model in index.models:
+        assert Path(model.config).stem == model.name and model.in_collection in {c.name for c in index.collections}
+
+
 @pytest.mark.parametrize('family', ['pvt', 'swin', 'vit'])
 def test_metafiles_claim_no_results(family):
     """Nothing was trained with these configs. What the papers report is in the README, and said to be theirs."""

@@ -7,7 +7,7 @@ _base_ = [
 ]
 train_cfg = _base_.runtime.train_cfg
 model = dict(
-    backbone=dict(_delete_=True, type='PVTDTN', arch='tiny'),
+    backbone=dict(_delete_=True, type='PVTDTN'),
     neck=dict(in_channels=[64, 128, 320, 512]),
 )
 optim_wrapper = dict(

@@ -6,6 +6,6 @@ _base_ = [
 ]
 train_cfg = _base_.runtime.train_cfg
 model = dict(
-    backbone=dict(_delete_=True, type='SwinDTN', arch='tiny'),
+    backbone=dict(_delete_=True, type='SwinDTN'),
     neck=dict(in_channels=[96, 192, 384, 768]),
 )

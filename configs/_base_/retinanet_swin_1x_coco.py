@@ -7,6 +7,6 @@ _base_ = [
 train_cfg = _base_.runtime.train_cfg
 # RetinaNet starts from the second stage: the first one's output would leave its norm without a gradient.
 model = dict(
-    backbone=dict(_delete_=True, type='SwinDTN', arch='tiny', out_indices=(1, 2, 3)),
+    backbone=dict(_delete_=True, type='SwinDTN', out_indices=(1, 2, 3)),
     neck=dict(in_channels=[192, 384, 768], start_level=0),
 )

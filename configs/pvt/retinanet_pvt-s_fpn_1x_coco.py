@@ -1,8 +1,2 @@
-_base_ = '../_base_/retinanet_pvt_1x_coco.py'
-model = dict(
-    backbone=dict(
-        arch='small',
-        norm_cfg=dict(type='LN'),
-        init_cfg=dict(type='Pretrained', checkpoint='work_dirs/pvt-s_8xb128_in1k/epoch_300.pth', prefix='backbone.'),
-    ),
-)
+_base_ = ['../_base_/retinanet_pvt_1x_coco.py', '../_base_/backbones/pvt-s.py']
+model = dict(backbone=_base_.ln)

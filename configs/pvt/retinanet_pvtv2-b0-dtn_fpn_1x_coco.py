@@ -1,11 +1,2 @@
-_base_ = '../_base_/retinanet_pvt_1x_coco.py'
-model = dict(
-    backbone=dict(
-        arch='b0',
-        norm_cfg=dict(type='DTN'),
-        init_cfg=dict(
-            type='Pretrained', checkpoint='work_dirs/pvtv2-b0-dtn_8xb128_in1k/epoch_300.pth', prefix='backbone.'
-        ),
-    ),
-    neck=dict(in_channels=[32, 64, 160, 256]),
-)
+_base_ = ['../_base_/retinanet_pvt_1x_coco.py', '../_base_/backbones/pvtv2-b0.py']
+model = dict(backbone=_base_.dtn, neck=dict(in_channels=[32, 64, 160, 256]))

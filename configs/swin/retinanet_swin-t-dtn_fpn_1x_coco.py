@@ -1,10 +1,2 @@
-_base_ = '../_base_/retinanet_swin_1x_coco.py'
-model = dict(
-    backbone=dict(
-        arch='tiny',
-        norm_cfg=dict(type='DTN'),
-        init_cfg=dict(
-            type='Pretrained', checkpoint='work_dirs/swin-t-dtn_8xb128_in1k/epoch_300.pth', prefix='backbone.'
-        ),
-    ),
-)
+_base_ = ['../_base_/retinanet_swin_1x_coco.py', '../_base_/backbones/swin-t.py']
+model = dict(backbone=_base_.dtn)

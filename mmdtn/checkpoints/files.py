@@ -8,11 +8,14 @@ from typing import Any
 
 import mmengine.fileio
 import numpy as np
+import safetensors.torch
 import torch
 from torch import Tensor
 
 from mmdtn.errors import UserError
 from mmdtn.files import whole_file
+
+from .fetch import SAFETENSORS, fetch
 
 State = dict[str, Tensor]
 
@@ -81,18 +84,18 @@ def write(path: str | Path, checkpoint: dict[str, Any]) -> None:
 def load(source: str) -> Any:
     """All that a checkpoint holds; whatever would run code on loading is refused."""
     if source.startswith(('http://', 'https://')):
-        # Cached on disk, which mmengine's backend does not do.
-        name = Path(torch.hub.get_dir()) / 'checkpoints' / source.split('?')[0].rpartition('/')[2]
-        if not name.exists():
-            name.parent.mkdir(parents=True, exist_ok=True)
-            torch.hub.download_url_to_file(source, str(name))
-        source = str(name)
+        source = str(fetch(source))
     try:
         data = mmengine.fileio.get(source)
     except FileNotFoundError:
         raise FileNotFoundError(f'There is no checkpoint {source}; paths are relative to {Path.cwd()}.') from None
     except (OSError, ValueError) as error:
         raise UnreadableFile(f'{source} cannot be read: {error}') from None
+    if SAFETENSORS.match(data):
+        try:
+            return safetensors.torch.load(data)
+        except Exception as error:
+            raise UnreadableFile(f'{source} is a damaged safetensors file: {error}') from None
     if zipfile.is_zipfile(io.BytesIO(data)):
         # torch does not look at the checksums that it writes: a flipped bit would be loaded as it is.
         try:

@@ -19,6 +19,7 @@ from mmdtn.files import write_whole_files
 from mmdtn.models import read_config
 from mmdtn.registry import class_of
 
+from .checkpoint_loaders import register_loaders
 from .cpu import keep_freed_memory, run_on_cpu
 from .hooks.whole_checkpoint import newest_whole_checkpoint
 
@@ -43,6 +44,7 @@ def load_config(args: argparse.Namespace) -> Config:
 
 def build_runner(cfg: Config) -> Runner:
     write_whole_files()
+    register_loaders()
     if not has_accelerator():
         keep_freed_memory()
         if cfg.launcher != 'none':

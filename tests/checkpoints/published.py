@@ -36,9 +36,9 @@ def of(state: State) -> State:
     return {key: value.clone() for key, value in state.items()}
 
 
-def pvt() -> Published:
+def pvt(depths: tuple[int, ...] = (2, 2, 2, 2)) -> Published:
     """whai362/PVT: MMDetection's maps, and the class token through the layers of its last stage."""
-    peer = PyramidVisionTransformer(num_layers=[2, 2, 2, 2])
+    peer = PyramidVisionTransformer(num_layers=depths)
     peer.init_weights()
     randomised(peer)
     state = _original_pvt(peer.state_dict())
@@ -72,8 +72,8 @@ def _class_token(peer: nn.Module, x: Tensor, token: Tensor, norm: nn.Module) -> 
     return norm(x)[:, 0]
 
 
-def pvt_v2() -> Published:
-    peer = randomised(timm.create_model('pvt_v2_b0', num_classes=0))
+def pvt_v2(size: str = 'b0') -> Published:
+    peer = randomised(timm.create_model(f'pvt_v2_{size}', num_classes=0))
     state = {}
     for key, value in peer.state_dict().items():
         key = re.sub(r'^patch_embed\.', 'patch_embed1.', key)
@@ -81,10 +81,10 @@ def pvt_v2() -> Published:
         key = re.sub(r'^stages\.(\d)\.blocks\.', lambda m: f'block{int(m[1]) + 1}.', key)
         key = re.sub(r'^stages\.(\d)\.norm\.', lambda m: f'norm{int(m[1]) + 1}.', key)
         state[key.replace('.dwconv.', '.dwconv.dwconv.')] = value
-    state |= {'head.weight': torch.randn(1000, 256), 'head.bias': torch.randn(1000)}
+    state |= {'head.weight': torch.randn(1000, peer.num_features), 'head.bias': torch.randn(1000)}
     pvt_convert(state)
-    backbone = dict(type='PVTDTN', arch='b0', out_type='cls_token')
-    return Published(state, lambda x: [peer(x)], backbone, 'b0', 'pvt')
+    backbone = dict(type='PVTDTN', arch=size, out_type='cls_token')
+    return Published(state, lambda x: [peer(x)], backbone, size, 'pvt')
 
 
 def mmdet_pvt() -> Published:
@@ -115,22 +115,22 @@ def mmpretrain_swin() -> Published:
     return Published(file, lambda x: [peer(x)[0].mean((2, 3))], backbone, 'tiny', 'mmpretrain-swin', side=224)
 
 
-def swin() -> Published:
+def swin(size: str = 'tiny', depths: tuple[int, ...] = (2, 2, 6, 2)) -> Published:
     """Microsoft's: timm's, whose patch merging has moved since, with the buffers that it had then."""
-    peer = randomised(timm.create_model('swin_tiny_patch4_window7_224', num_classes=0))
+    peer = randomised(timm.create_model(f'swin_{size}_patch4_window7_224', num_classes=0))
     state = {}
     for key, value in peer.state_dict().items():
         key = re.sub(r'^layers\.(\d)\.downsample', lambda m: f'layers.{int(m[1]) - 1}.downsample', key)
         state[key] = value
     names = {key.removeprefix('backbone.') for key in swin_converter(of(state))}
-    assert names - {'norm.weight', 'norm.bias'} < set(SwinTransformer().state_dict())
-    for i, depth in enumerate((2, 2, 6, 2)):
+    assert names - {'norm.weight', 'norm.bias'} < set(SwinTransformer(depths=depths).state_dict())
+    for i, depth in enumerate(depths):
         for j in range(depth):
             state[f'layers.{i}.blocks.{j}.attn.relative_position_index'] = torch.zeros(49, 49, dtype=torch.long)
     state['layers.0.blocks.1.attn_mask'] = torch.zeros(64, 49, 49)
     state |= {'head.weight': torch.randn(1000, 768), 'head.bias': torch.randn(1000)}
     backbone = dict(type='SwinDTN', out_type='avg_featmap')
-    return Published(dict(model=state), lambda x: [peer(x)], backbone, 'tiny', 'swin', side=224)
+    return Published(dict(model=state), lambda x: [peer(x)], backbone, size, 'swin', side=224)
 
 
 def timm_pvt() -> Published:

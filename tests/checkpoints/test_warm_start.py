@@ -1,5 +1,6 @@
 """A LayerNorm model turned into a DTN model computes, at first, what it did."""
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -146,25 +147,33 @@ def test_what_would_not_be_the_same_model_is_refused(options, start, words):
         translate(published.mmdet_pvt().file['state_dict'], PVTDTN(**options), warm_start=start)
 
 
-CONFIGS = sorted((Path(__file__).parents[2] / 'configs').glob('*/*_warmstart_*.py'))
+BACKBONES = Path(__file__).parents[2] / 'configs' / '_base_' / 'backbones'
+PEERS = {
+    'pvt-t': published.pvt,
+    'pvt-s': partial(published.pvt, (3, 4, 6, 3)),
+    'pvtv2-b0': published.pvt_v2,
+    'pvtv2-b2': partial(published.pvt_v2, 'b2'),
+    'swin-t': published.swin,
+    'swin-s': partial(published.swin, 'small', (2, 2, 18, 2)),
+}
+
+
+def test_every_backbone_has_a_published_file():
+    assert {path.stem for path in BACKBONES.glob('*.py')} == {*PEERS}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('path', CONFIGS, ids=lambda path: path.stem)
+@pytest.mark.parametrize('name', PEERS)
 @torch.no_grad()
-def test_shipped_configs_start_from_the_published_file(path, tmp_path):
-    peer = published.pvt() if 'pvt' in path.name else published.swin()
-    torch.save(peer.file, tmp_path / 'theirs.pth')
-    cfg = Config.fromfile(path).model.backbone
-    assert cfg.init_cfg.warm_start == 0.999
-    cfg.init_cfg.checkpoint = str(tmp_path / 'theirs.pth')
+def test_backbones_of_detectors_start_from_the_published_file(name, tmp_path):
+    torch.save(PEERS[name]().file, tmp_path / 'theirs.pth')
+    cfg = Config.fromfile(BACKBONES / f'{name}.py')
     maps = []
-    for norm_cfg in (cfg.norm_cfg, LN):
-        options = dict(cfg, norm_cfg=norm_cfg, init_cfg=dict(cfg.init_cfg))
-        if norm_cfg is LN:
-            del options['init_cfg']['warm_start']
-        model = MODELS.build(options)
+    for backbone in (cfg.dtn, cfg.ln):
+        backbone.init_cfg.checkpoint = str(tmp_path / 'theirs.pth')
+        model = MODELS.build(backbone)
         model.init_weights()
+        assert any(isinstance(m, DTN) for m in model.modules()) == (backbone is cfg.dtn)
         maps.append(model.eval()(torch.ones(1, 3, 64, 96).cumsum(-1) / 50))
     for got, want in zip(*maps, strict=True):
         assert 0 < (got - want).norm() <= 1e-2 * want.norm()

@@ -17,7 +17,6 @@ from tools.train import RUNTIME
 from .helpers import (
     added_flops,
     classifier_trains_a_step_and_infers,
-    detector_trains_a_step_and_infers,
     load,
     read,
     weight_decay_of_each_parameter,
@@ -26,14 +25,16 @@ from .helpers import (
 CONFIGS = Path(__file__).parents[2] / 'configs'
 PATHS = [path for path in sorted(CONFIGS.glob('[!_]*/*.py')) if 'variants' not in path.read_text()]
 FAMILIES = ('pvt', 'swin', 'vit', 'levit', 't2t_vit')
-DETECTORS = [p for family in FAMILIES for p in sorted((CONFIGS / family).glob('*_coco.py'))]
+DETECTORS = [p for family in FAMILIES for p in sorted((CONFIGS / family).glob('*_fpn_*1x_coco.py'))]
+DETECTORS = [
+    p for p in DETECTORS if p.name.startswith(('retinanet', 'mask-rcnn'))
+]  # test_detector_configs has the others
 CLASSIFIERS = [p for family in FAMILIES for p in sorted((CONFIGS / family).glob('*_in1k.py'))]
 SMALL = sorted((CONFIGS / 'vit').glob('vit-mini*_b128_*.py'))
 # Of each kind one: `make test` trains a step of these, `make test-all` of all.
 CHEAP = (
-    'retinanet_pvt-t-dtn_fpn', 'retinanet_pvtv2-b0-dtn', 'mask-rcnn_pvt-t-dtn_fpn_1x', 'retinanet_swin-t-dtn_fpn_1x',
-    'mask-rcnn_swin-t-dtn_fpn_1x', 'pvt-t-dtn_8x', 'pvt-t_8x', 'pvtv2-b3-dtn', 'swin-t', 'vit-t-star-dtn',
-    'vit-s-star_8x', 'levit-128s', 't2t-vit-t-14', 'vit-mini',
+    'pvt-t-dtn_8x', 'pvt-t_8x', 'pvtv2-b3-dtn', 'swin-t', 'vit-t-star-dtn', 'vit-s-star_8x', 'levit-128s',
+    't2t-vit-t-14', 'vit-mini',
 )  # fmt: skip
 
 
@@ -51,12 +52,6 @@ def test_a_config_says_what_tools_train_runs(path):
     enter_scope(cfg)
     assert add_runtime(cfg, RUNTIME) == [] and 'by_epoch' not in cfg.train_cfg
     assert cfg.to_dict() == read(path).to_dict()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize('path', costly(DETECTORS), ids=named)
-def test_a_detector_trains_a_step_and_infers(path):
-    detector_trains_a_step_and_infers(path)
 
 
 @pytest.mark.slow
@@ -243,8 +238,7 @@ def test_readme_and_metafile_name_configs_that_exist(family):
     assert {m['Name'] for m in models} <= names
     assert all((CONFIGS.parent / m['Config']).stem == m['Name'] for m in models)
     readme = (CONFIGS / family / 'README.md').read_text()
-    everything = names if family in ('swin', 'levit', 't2t_vit', 'dvt') else {m['Name'] for m in models}
-    assert all(f'{name}.py' in readme for name in everything)
+    assert all(f'{name}.py' in readme for name in names if family != 'vit' or name.endswith('in1k'))
 
 
 def test_the_table_of_normalisers_is_the_papers():

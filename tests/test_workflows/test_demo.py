@@ -1,6 +1,7 @@
 """What `make demo` runs, with a few pictures and one epoch."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -32,6 +33,10 @@ def test_the_demo_ends_with_a_summary_pictures_and_a_checkpoint(tmp_path):
     for picture in pictures:
         with Image.open(picture) as both, Image.open(tmp_path / 'data/shapes/val' / f'{picture.stem}.jpg') as one:
             assert both.size == (2 * one.width, one.height), 'truth and prediction, side by side'
+    for moment in ('after one epoch', 'now'):
+        picture = tmp_path / said.partition(f'what it sees {moment}: ')[2].split()[0]
+        with Image.open(picture) as both:
+            assert both.width > 1.5 * both.height
     report = tmp_path / said.partition('  report ')[2].split()[0]
     assert '<img' in report.read_text()
     checkpoint = Path(said.partition('checkpoint')[2].split()[0])
@@ -39,3 +44,20 @@ def test_the_demo_ends_with_a_summary_pictures_and_a_checkpoint(tmp_path):
     assert 'tools/train.py configs/pvt/' in said and (REPO / 'configs/pvt/mask-rcnn_pvt-t-dtn_fpn_1x_coco.py').exists()
     assert len(said.splitlines()) < 40, 'a person reads it'
     assert 'Epoch(train)' in (tmp_path / 'work_dirs' / 'demo' / 'log.txt').read_text()
+
+
+def test_the_summary_has_the_figures_of_readme_for_layernorm_too(monkeypatch):
+    monkeypatch.setenv('CUDA_VISIBLE_DEVICES', '')  # which the demo sets, and which other tests are not to have
+    from tools.demo import LAYERNORM, TRAIN_LAYERNORM, figures
+
+    metrics = {f'coco/{kind}_mAP{suffix}': 0.5 for kind in ('bbox', 'segm') for suffix in ('', '_50')}
+    said = figures(metrics, comparable=True)
+    readme = (REPO / 'README.md').read_text()
+    for kind, row in (('bbox', 'box AP, AP50'), ('segm', 'mask AP')):
+        known = '{:.3f}, {:.3f}'.format(*LAYERNORM[kind])
+        assert known in said
+        (cells,) = re.findall(rf'^\|.*{row}.*`make demo` \|(.*?)\|', readme, re.M)
+        assert cells.strip() == known
+    command = said.partition('trained by: ')[2].split()
+    assert command[1:] == TRAIN_LAYERNORM.split() and all((REPO / path).exists() for path in command[1:3])
+    assert 'LayerNorm' not in figures(metrics, comparable=False), 'of other data or another time'

@@ -25,6 +25,7 @@ from mmengine.config import Config
 from mmengine.registry import MODELS, init_default_scope
 from PIL import Image
 
+from mmdtn.checkpoints.fetch import local_copy
 from mmdtn.datasets import write_coco
 from mmdtn.datasets.corruption import BENCHMARK, SEVERITIES
 from mmdtn.evaluation import imagenet_folders
@@ -72,6 +73,7 @@ def furnished(place):
     batches = [*(f'data_batch_{i}' for i in range(1, 6)), 'test_batch']
     _cifar(place / 'data/cifar10/cifar-10-batches-py', batches, 'labels', 'batches.meta', 'label_names')
     _cifar(place / 'data/cifar100/cifar-100-python', ['train', 'test'], 'fine_labels', 'meta', 'fine_label_names')
+    _published(place)
     for config, epoch in (
         ('pvt/pvt-t-dtn_8xb128_in1k', 300),
         ('swin/swin-t-dtn_8xb128_in1k', 300),
@@ -90,6 +92,18 @@ def furnished(place):
     srun.write_text('#!/bin/sh\nfor a in "$@"; do echo "$a"; done > called.txt\n')
     srun.chmod(0o755)
     return place
+
+
+def _published(place):
+    """The weights that detectors start from, where a download would have put them."""
+    for config, make in (
+        ('pvt/retinanet_pvt-t_fpn_1x_coco', published.pvt),
+        ('swin/mask-rcnn_swin-t_fpn_1x_coco', published.swin),
+    ):
+        url = Config.fromfile(REPO / 'configs' / f'{config}.py').model.backbone.init_cfg.checkpoint
+        copy = place / 'home' / local_copy(url).relative_to(Path(torch.hub.get_dir()).parent)
+        copy.parent.mkdir(parents=True)
+        torch.save(make().file, copy)
 
 
 def _coco(place):
@@ -150,13 +164,17 @@ def here(line: str) -> str:
     line = re.sub(r'\bDIR\b', 'data/few/val', line)
     line = re.sub(r'WORK_DIR\.\.\.', 'work_dirs/one work_dirs/two', line)
     line = line.replace('10.1.1.1', '127.0.0.1')
-    line = line.replace('requirements/install.sh', str(REPO / 'requirements' / 'install.sh'))  # not a package of links
+    line = line.replace('requirements/', f'{REPO}/requirements/')  # not a package of links
     if line.startswith('make test'):
         line = line.replace('make', 'make -n', 1)  # or this test would run itself
     elif line.startswith('make demo'):
         line = f'make demo PYTHON={sys.executable}'
     elif line.startswith('python tools/train.py configs/'):
         line += ' --dry-run'
+    elif 'configs/demo/' in line:
+        loaders = [f'{split}_dataloader.dataset.data_root=data/few' for split in ('train', 'val', 'test')]
+        truth = [f'{split}_evaluator.ann_file=data/few/annotations/instances_val.json' for split in ('val', 'test')]
+        line = ' '.join([line, '--dry-run --cfg-options', *loaders, *truth])
     elif 'dist_train.sh' in line:
         line = line.replace('small.py 8', 'small.py 2') + ' --work-dir work_dirs/several'
     elif 'study.py' in line:
@@ -179,7 +197,7 @@ def test_command_runs(line, place, request):
     if not line.startswith(QUICK):
         request.getfixturevalue('furnished')
     env = dict(os.environ, PYTHONPATH=str(REPO), CUDA_VISIBLE_DEVICES='', PATH=f'{place}/bin:{os.environ["PATH"]}')
-    env |= dict(PYTHON=sys.executable, OMP_NUM_THREADS='1')
+    env |= dict(PYTHON=sys.executable, OMP_NUM_THREADS='1', TORCH_HOME=str(place / 'home'))
     command = here(line)
     nodes = [command, command.replace('NODE_RANK=0', 'NODE_RANK=1')] if 'NODE_RANK=' in command else [command]
     pipes = dict(text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)

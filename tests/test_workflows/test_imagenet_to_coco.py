@@ -53,7 +53,7 @@ def test_a_classifiers_checkpoint_fills_a_detectors_backbone(folder):
     checkpoint = folder / 'work' / 'epoch_2.pth'
     trained = torch.load(checkpoint, weights_only=False)['state_dict']
 
-    cfg = Config.fromfile(REPO / 'configs' / 'pvt' / 'retinanet_pvt-t-dtn_fpn_1x_coco.py')
+    cfg = Config.fromfile(REPO / 'configs' / 'pvt' / 'retinanet_pvt-t-dtn_fpn_dtn-in1k_1x_coco.py')
     cfg.model.backbone.arch = ARCH
     cfg.model.backbone.init_cfg.checkpoint = str(checkpoint)
     cfg.model.neck.in_channels = [16, 32, 40, 64]

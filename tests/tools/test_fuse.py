@@ -19,7 +19,7 @@ from tools.model_converters.fuse import main
 
 BN = """
 model['backbone'].update(
-    norm_cfg=dict(type="{norm}"), other_norm_cfg=dict(type="{norm}"), dtn_stages=(0, 1, 2, 3)
+    norm_cfg=dict(_delete_=True, type="{norm}"), other_norm_cfg=dict(type="{norm}"), dtn_stages=(0, 1, 2, 3)
 )
 """
 

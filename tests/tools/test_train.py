@@ -14,6 +14,7 @@ from mmengine.config import Config
 from mmengine.hooks import CheckpointHook, EMAHook
 from mmengine.runner import EpochBasedTrainLoop, IterBasedTrainLoop
 from mmengine.visualization import TensorboardVisBackend
+from safetensors.torch import save_file
 
 from mmdtn.datasets import write_classification, write_coco
 from mmdtn.engine.hooks import StopOnNonFiniteHook
@@ -450,6 +451,12 @@ def test_weights_start_a_new_training_and_wrong_shapes_are_named(tmp_path, data)
             assert value == 3, 'counted from 0 again'
         elif key.endswith(('weight', 'bias')):
             assert torch.equal(value, before['state_dict'][key]), key
+
+    bare = tmp_path / 'bare.safetensors'
+    save_file(before['state_dict'], bare)
+    main([str(config), '--work-dir', str(tmp_path / 'bare'), '--weights', str(bare), *one, *still])
+    again = torch.load(tmp_path / 'bare' / 'epoch_1.pth', weights_only=False)['state_dict']
+    assert all(torch.equal(value, after['state_dict'][key]) for key, value in again.items())
 
     six = write_classifier(tmp_path / 'six.py', data / 'classes', UN + SIX)
     wrong = r'epoch_1\.pth .*six\.py: .*head\.fc\.weight: .*load_from=FILE'

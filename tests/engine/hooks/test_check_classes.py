@@ -43,7 +43,13 @@ def test_class_folders(tmp_path):
 
 @pytest.mark.parametrize(
     'config',
-    ['panoptic_fpn/panoptic-fpn_r50_fpn_1x_coco.py', 'rpn/rpn_r50_fpn_1x_coco.py', 'solo/solo_r50_fpn_1x_coco.py'],
+    [
+        'dino/dino-4scale_r50_8xb2-12e_coco.py',
+        'mask2former/mask2former_r50_8xb2-lsj-50e_coco-panoptic.py',
+        'panoptic_fpn/panoptic-fpn_r50_fpn_1x_coco.py',
+        'rpn/rpn_r50_fpn_1x_coco.py',
+        'solo/solo_r50_fpn_1x_coco.py',
+    ],
 )
 def test_mmdetections_own_configs_agree_with_their_data(config):
     """Panoptic data has classes without boxes, and an RPN has one class."""

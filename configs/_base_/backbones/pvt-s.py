@@ -1,0 +1,14 @@
+# PVT-Small from the ImageNet weights of PVT's authors, with LayerNorm, and with DTN that starts close to it.
+_file = 'https://github.com/whai362/PVT/releases/download/v2/pvt_small.pth'
+ln = dict(
+    type='PVTDTN',
+    arch='small',
+    norm_cfg=dict(type='LN'),
+    init_cfg=dict(type='Pretrained', checkpoint=_file),
+)
+dtn = dict(
+    type='PVTDTN',
+    arch=dict(base='small', num_heads=(1, 2, 5, 8), norm_heads=(4, 4, 5, 8)),
+    norm_cfg=dict(type='DTN', prenorm=False, eps=1e-6),
+    init_cfg=dict(type='Pretrained', checkpoint=_file, warm_start=0.999),
+)

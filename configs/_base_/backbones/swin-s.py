@@ -1,0 +1,14 @@
+# Swin-S from the ImageNet weights of Swin's authors, with LayerNorm, and with DTN that starts close to it.
+_file = 'https://github.com/SwinTransformer/storage/releases/download/v1.0.0/swin_small_patch4_window7_224.pth'
+ln = dict(
+    type='SwinDTN',
+    arch='small',
+    norm_cfg=dict(type='LN'),
+    init_cfg=dict(type='Pretrained', checkpoint=_file),
+)
+dtn = dict(
+    type='SwinDTN',
+    arch='small',
+    norm_cfg=dict(type='DTN', prenorm=False),
+    init_cfg=dict(type='Pretrained', checkpoint=_file, warm_start=0.999),
+)

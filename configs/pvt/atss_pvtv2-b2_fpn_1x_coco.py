@@ -1,0 +1,2 @@
+_base_ = ['../_base_/atss_pvt_1x_coco.py', '../_base_/backbones/pvtv2-b2.py']
+model = dict(backbone=_base_.ln)

@@ -1,0 +1,2 @@
+_base_ = ['../_base_/panoptic-fpn_pvt_1x_coco.py', '../_base_/backbones/pvt-t.py']
+model = dict(backbone=_base_.ln)

@@ -1,0 +1,11 @@
+# As in the paper: DTN in the ImageNet training, too. Train pvt/pvt-s-dtn_8xb128_in1k.py first.
+_base_ = '../_base_/retinanet_pvt_1x_coco.py'
+model = dict(
+    backbone=dict(
+        arch='small',
+        norm_cfg=dict(type='DTN'),
+        init_cfg=dict(
+            type='Pretrained', checkpoint='work_dirs/pvt-s-dtn_8xb128_in1k/epoch_300.pth', prefix='backbone.'
+        ),
+    ),
+)

@@ -1,0 +1,98 @@
+"""Checkpoints at URLs: fetched once, whole or not at all."""
+
+import hashlib
+import http.client
+import re
+import shutil
+import sys
+from pathlib import Path
+from typing import BinaryIO
+from urllib.parse import quote, urlsplit
+from urllib.request import Request, urlopen
+
+import torch
+from filelock import FileLock
+from tqdm import tqdm
+
+from mmdtn.errors import UserError
+from mmdtn.files import whole_file
+
+# Publishers put the first digits of the SHA-256 at the end of a file's name; eight digits may also be a date.
+CHECKSUM = re.compile(r'-(?!(?:19|20)\d{6}\.)([0-9a-f]{8,64})\.[a-z]+$')
+SAFETENSORS = re.compile(rb'.{5}\x00{3}\{', re.DOTALL)  # eight bytes with the length of a JSON header, and the header
+CHECKPOINT = re.compile(rb'PK|\x80|' + SAFETENSORS.pattern, re.DOTALL)  # torch's files are zip archives or pickles
+SILENCE = 60  # seconds without a byte, after which a connection counts as lost
+
+
+class NotFetched(UserError, ValueError):
+    """A checkpoint that its URL did not give."""
+
+
+def fetch(url: str) -> Path:
+    """Returns the local copy of a checkpoint, which it downloads if there is none.
+
+    Several processes of a machine download the file once: the others wait for the first. A download that ends early,
+    has another checksum than its name says, or is no checkpoint leaves nothing behind.
+    """
+    path = local_copy(url)
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(f'{path}.lock'):
+            if not path.exists():
+                _download(url, path)
+    return path
+
+
+def local_copy(url: str) -> Path:
+    """Returns the place of the local copy, in the cache of ``torch.hub``: a path with the parts of the URL.
+
+    ``torch.hub`` itself goes by the last part alone, but thousands of models are called ``model.safetensors``.
+    """
+    parts = urlsplit(url)
+    names = [parts.netloc, *parts.path.split('/')]
+    if parts.query:
+        names[-1] += f'?{parts.query}'
+    names = [quote(name, safe='') for name in names if name not in ('', '.', '..')]
+    return Path(torch.hub.get_dir(), 'checkpoints', *names)
+
+
+def _download(url: str, path: Path) -> None:
+    with whole_file(path) as file:
+        wrong = _copy(url, file)
+        file.flush()
+        if wrong := wrong or _what_is_wrong(Path(file.name), path.name):
+            raise NotFetched(
+                f'{url} was not fetched: {wrong}. Run it again; or download the file by other means and put it at '
+                f'{path}, or give its path in place of the URL.'
+            )
+
+
+def _copy(url: str, file: BinaryIO) -> str | None:
+    """Writes what the URL gives to an open file. Returns what went wrong, if anything did."""
+    request = Request(url, headers={'User-Agent': 'mmdtn'})
+    try:
+        with urlopen(request, timeout=SILENCE) as response:
+            size = int(response.headers.get('Content-Length') or 0)
+            often = 0.1 if sys.stderr.isatty() else 10  # seconds between updates: in a log file each is a line
+            name = f'Fetching {url.rpartition("/")[2]}'
+            with tqdm.wrapattr(response, 'read', total=size, desc=name, mininterval=often) as body:
+                shutil.copyfileobj(body, file)
+    except (OSError, http.client.HTTPException) as error:
+        return str(getattr(error, 'reason', error)) or type(error).__name__
+    if size and file.tell() < size:  # http.client does not say so
+        return f'the connection ended after {file.tell()} of {size} bytes'
+    return None
+
+
+def _what_is_wrong(file: Path, name: str) -> str | None:
+    with file.open('rb') as content:
+        start = content.read(9)
+        if not CHECKPOINT.match(start):
+            return f'what came is no checkpoint, it starts with {start!r}'
+        digest = hashlib.sha256(start)
+        while part := content.read(2**20):
+            digest.update(part)
+    wanted = CHECKSUM.search(name)
+    if wanted and not digest.hexdigest().startswith(wanted[1]):
+        return f'its SHA-256 should start with {wanted[1]}, as its name says, but is {digest.hexdigest()[:8]}...'
+    return None
