@@ -6,7 +6,7 @@
 // rest of the gradient. Every sum has one order, so the number of threads changes nothing.
 //
 // Letters as in docs/mathematics.md: z a token (divided by its root mean square), M and V mean and variance of its
-// neighbourhood, l and k the lambdas of mean and variance.
+// neighbourhood. LANES is the number of channels in a vector.
 
 #include <ATen/Parallel.h>
 
@@ -18,15 +18,15 @@
 #include <vector>
 
 #if defined(__AVX512F__)
-constexpr int W = 16;
+constexpr int LANES = 16;
 #elif defined(__AVX__)
-constexpr int W = 8;
+constexpr int LANES = 8;
 #else
-constexpr int W = 4;
+constexpr int LANES = 4;
 #endif
 
-typedef float Vec __attribute__((vector_size(4 * W)));
-typedef float InMemory __attribute__((vector_size(4 * W), aligned(4)));  // no memcpy, which might write to anything
+typedef float Vec __attribute__((vector_size(4 * LANES)));
+typedef float InMemory __attribute__((vector_size(4 * LANES), aligned(4)));  // no memcpy, which might write to anything
 
 // What a call is about. Forward leaves the gradients out. The same as _Problem in dtn_cpu.py.
 struct Problem {
@@ -40,20 +40,20 @@ struct Problem {
   const float* grad;
   float *grad_x, *grad_weight, *grad_bias, *grad_mean_lambda, *grad_var_lambda, *grad_position;
   float* shares;  // of each image and chunk, two planes of H x W: its part of the gradients of mean and variance
-  float* scratch;  // for each thread, planes of h x w x W: 4 forward, 8 backward
+  float* scratch;  // for each thread, planes of h x w x LANES: 4 forward, 8 backward
 };
 
 namespace {
 
-inline Vec load(const float* p, int n = W) {
-  if (n == W) return *reinterpret_cast<const InMemory*>(p);
+inline Vec load(const float* p, int n = LANES) {
+  if (n == LANES) return *reinterpret_cast<const InMemory*>(p);
   Vec v{};
   for (int i = 0; i < n; i++) v[i] = p[i];
   return v;
 }
 
-inline void store(float* p, Vec v, int n = W) {
-  if (n == W)
+inline void store(float* p, Vec v, int n = LANES) {
+  if (n == LANES)
     *reinterpret_cast<InMemory*>(p) = v;
   else
     for (int i = 0; i < n; i++) p[i] = v[i];
@@ -62,7 +62,7 @@ inline void store(float* p, Vec v, int n = W) {
 inline Vec max(Vec a, Vec b) { return a > b ? a : b; }
 
 inline Vec rsqrt(Vec v) {
-  for (int i = 0; i < W; i++) v[i] = 1 / std::sqrt(v[i]);
+  for (int i = 0; i < LANES; i++) v[i] = 1 / std::sqrt(v[i]);
   return v;
 }
 
@@ -70,21 +70,21 @@ inline Vec rsqrt(Vec v) {
 template <int step, int... i>
 inline Vec merge(Vec a, Vec b, std::integer_sequence<int, i...>) {
 #ifdef __clang__
-  return __builtin_shufflevector(a, b, (i & step ? W + i : i)...) +
-         __builtin_shufflevector(a, b, ((i ^ step) + (i & step ? W : 0))...);
+  return __builtin_shufflevector(a, b, (i & step ? LANES + i : i)...) +
+         __builtin_shufflevector(a, b, ((i ^ step) + (i & step ? LANES : 0))...);
 #else
-  typedef int Lanes __attribute__((vector_size(4 * W)));
-  return __builtin_shuffle(a, b, Lanes{(i & step ? W + i : i)...}) +
-         __builtin_shuffle(a, b, Lanes{((i ^ step) + (i & step ? W : 0))...});
+  typedef int Lanes __attribute__((vector_size(4 * LANES)));
+  return __builtin_shuffle(a, b, Lanes{(i & step ? LANES + i : i)...}) +
+         __builtin_shuffle(a, b, Lanes{((i ^ step) + (i & step ? LANES : 0))...});
 #endif
 }
 
 // Lane i: the sum over the lanes of v[i]. Overwrites v. A third of the work of summing one after the other.
 template <int step = 1>
-inline Vec sums(Vec (&v)[W]) {
-  for (int i = 0; i < W / step / 2; i++)
-    v[i] = merge<step>(v[2 * i], v[2 * i + 1], std::make_integer_sequence<int, W>());
-  if constexpr (2 * step < W)
+inline Vec sums(Vec (&v)[LANES]) {
+  for (int i = 0; i < LANES / step / 2; i++)
+    v[i] = merge<step>(v[2 * i], v[2 * i + 1], std::make_integer_sequence<int, LANES>());
+  if constexpr (2 * step < LANES)
     return sums<2 * step>(v);
   else
     return v[0];
@@ -92,7 +92,7 @@ inline Vec sums(Vec (&v)[W]) {
 
 inline float sum(Vec v) {
   float total = 0;
-  for (int i = 0; i < W; i++) total += v[i];
+  for (int i = 0; i < LANES; i++) total += v[i];
   return total;
 }
 
@@ -145,7 +145,7 @@ Kernel transposed(const Kernel& K) {
   return T;
 }
 
-// Two values of each cell of a chunk, h x w x W each: what P mixes, together.
+// Two values of each cell of a chunk, h x w x LANES each: what P mixes, together.
 struct Pair {
   float *a, *b;
 };
@@ -171,13 +171,13 @@ void mix(const Kernel& K, const Axis& axis, Pair in, Pair out) {
       for (int o = line; o < std::min(line + LINES, axis.lines); o++) {
         Vec a[ROWS] = {}, b[ROWS] = {};
         for (int j = begin; j < end; j++) {
-          int64_t at = int64_t(W) * (o * axis.step + j * axis.stride);
+          int64_t at = int64_t(LANES) * (o * axis.step + j * axis.stride);
           Vec from_a = load(in.a + at), from_b = load(in.b + at);
           for (int r = 0; r < ROWS; r++) a[r] += p[r][j] * from_a, b[r] += p[r][j] * from_b;
         }
-        float *to_a = out.a + int64_t(W) * (o * axis.step + i * axis.stride), *to_b = out.b + (to_a - out.a);
+        float *to_a = out.a + int64_t(LANES) * (o * axis.step + i * axis.stride), *to_b = out.b + (to_a - out.a);
         for (int r = 0; r < ROWS; r++)
-          if (r < rows) store(to_a + r * W * axis.stride, a[r]), store(to_b + r * W * axis.stride, b[r]);
+          if (r < rows) store(to_a + r * LANES * axis.stride, a[r]), store(to_b + r * LANES * axis.stride, b[r]);
       }
     }
 }
@@ -194,11 +194,11 @@ void add_kernel_gradient(const Kernel& K, const Axis& axis, Pair grad, Pair in, 
       Vec total[ROWS][ROWS] = {};
       int64_t at_i[ROWS], at_j[ROWS];  // beyond the end the last cell again, whose slope is not read
       for (int r = 0; r < ROWS; r++) {
-        at_i[r] = int64_t(W) * std::min(i + r, n - 1) * axis.stride;
-        at_j[r] = int64_t(W) * std::min(j + r, n - 1) * axis.stride;
+        at_i[r] = int64_t(LANES) * std::min(i + r, n - 1) * axis.stride;
+        at_j[r] = int64_t(LANES) * std::min(j + r, n - 1) * axis.stride;
       }
       for (int o = 0; o < axis.lines; o++) {
-        int64_t at = int64_t(W) * o * axis.step;
+        int64_t at = int64_t(LANES) * o * axis.step;
         for (auto [g, x] : {std::pair(grad.a, in.a), std::pair(grad.b, in.b)}) {
           Vec from[ROWS];
           for (int r = 0; r < ROWS; r++) from[r] = load(x + at + at_j[r]);
@@ -222,20 +222,20 @@ struct Layer : Problem {
   explicit Layer(const Problem& problem) : Problem(problem) {}
 
   const int64_t tokens = height * width;
-  const int h = (height + side - 1) / side, w = (width + side - 1) / side, plane = h * w * W;
-  const int c = channels / heads, chunks_of_head = (c + W - 1) / W, chunks = heads * chunks_of_head;
+  const int h = (height + side - 1) / side, w = (width + side - 1) / side, plane = h * w * LANES;
+  const int c = channels / heads, chunks_of_head = (c + LANES - 1) / LANES, chunks = heads * chunks_of_head;
   const Axis along_rows{w, 1, h, w}, along_columns{h, w, w, 1};
 
   float* statistic(int64_t image, int64_t i) const { return of_tokens + (image * (heads + 2) + i) * tokens; }
 
-  // Calls f(image, first token, number) for blocks of up to W tokens.
+  // Calls f(image, first token, number) for blocks of up to LANES tokens.
   template <class F>
   void for_blocks(F f) const {
-    int64_t blocks = (tokens + W - 1) / W;
+    int64_t blocks = (tokens + LANES - 1) / LANES;
     at::parallel_for(0, images * blocks, 4, [&](int64_t begin, int64_t end) {
       for (int64_t i = begin; i < end; i++) {
-        int64_t first = i % blocks * W;
-        f(i / blocks, first, int(std::min<int64_t>(W, tokens - first)));
+        int64_t first = i % blocks * LANES;
+        f(i / blocks, first, int(std::min<int64_t>(LANES, tokens - first)));
       }
     });
   }
@@ -256,37 +256,37 @@ struct Layer : Problem {
   }
 
   void find_statistics(int64_t image, int64_t first, int n) const {
-    const float* token[W];  // beyond the end the last one again
-    for (int i = 0; i < W; i++) token[i] = x + (image * tokens + first + std::min(i, n - 1)) * channels;
-    Vec totals[W] = {}, squares[W];
-    float scale[W];
+    const float* token[LANES];  // beyond the end the last one again
+    for (int i = 0; i < LANES; i++) token[i] = x + (image * tokens + first + std::min(i, n - 1)) * channels;
+    Vec totals[LANES] = {}, squares[LANES];
+    float scale[LANES];
     for (int head = 0; head < heads; head++) {
       const int begin = head * c, end = begin + c;
       if (prenorm)
-        for (int i = 0; i < W; i++) {
+        for (int i = 0; i < LANES; i++) {
           squares[i] = Vec{};
-          for (int j = begin; j < end; j += W) {
-            Vec v = load(token[i] + j, std::min(W, end - j));
+          for (int j = begin; j < end; j += LANES) {
+            Vec v = load(token[i] + j, std::min(LANES, end - j));
             squares[i] += v * v;
           }
         }
       store(scale, prenorm ? rsqrt(sums(squares) / float(c) + float(eps)) : Vec{} + 1);
       store(statistic(image, head) + first, load(scale), n);
-      for (int i = 0; i < W; i++)
-        for (int j = begin; j < end; j += W) totals[i] += scale[i] * load(token[i] + j, std::min(W, end - j));
+      for (int i = 0; i < LANES; i++)
+        for (int j = begin; j < end; j += LANES) totals[i] += scale[i] * load(token[i] + j, std::min(LANES, end - j));
     }
     const Vec about = sums(totals) / float(channels);
-    float mean[W];
+    float mean[LANES];
     store(mean, about);
-    Vec rest[W] = {};
-    for (int i = 0; i < W; i++) squares[i] = Vec{};
+    Vec rest[LANES] = {};
+    for (int i = 0; i < LANES; i++) squares[i] = Vec{};
     for (int head = 0; head < heads; head++) {
       store(scale, load(statistic(image, head) + first, n));
-      for (int i = 0; i < W; i++)
-        for (int j = head * c; j < (head + 1) * c; j += W) {
-          const int lanes = std::min(W, (head + 1) * c - j);
+      for (int i = 0; i < LANES; i++)
+        for (int j = head * c; j < (head + 1) * c; j += LANES) {
+          const int lanes = std::min(LANES, (head + 1) * c - j);
           Vec d = scale[i] * load(token[i] + j, lanes) - mean[i];
-          for (int lane = lanes; lane < W; lane++) d[lane] = 0;
+          for (int lane = lanes; lane < LANES; lane++) d[lane] = 0;
           rest[i] += d, squares[i] += d * d;
         }
     }
@@ -297,19 +297,19 @@ struct Layer : Problem {
   }
 };
 
-// One chunk of a layer, of W channels or, if not whole, of fewer: the last of a head.
+// One chunk of a layer, of LANES channels or, if not whole, of fewer: the last of a head.
 template <bool whole>
 struct Chunk {
   const Layer& layer;
   const int64_t image, index;
   const int64_t head = index / layer.chunks_of_head;
-  const int64_t channel = head * layer.c + index % layer.chunks_of_head * W;
+  const int64_t channel = head * layer.c + index % layer.chunks_of_head * LANES;
   const float* scale = layer.statistic(image, head);
   const float *mean = layer.statistic(image, layer.heads), *var = layer.statistic(image, layer.heads + 1);
-  const float l = layer.mean_lambda[head], k = layer.var_lambda[head];
-  const int channels = whole ? W : (head + 1) * layer.c - channel;
+  const float mean_lambda = layer.mean_lambda[head], var_lambda = layer.var_lambda[head];
+  const int channels = whole ? LANES : (head + 1) * layer.c - channel;
 
-  int n() const { return whole ? W : channels; }
+  int n() const { return whole ? LANES : channels; }
   int64_t at(int64_t t) const { return (image * layer.tokens + t) * layer.channels + channel; }
   Vec z(int64_t t) const { return scale[t] * load(layer.x + at(t), n()); }
   Vec of_channels(const float* values) const { return load(values + channel, n()); }
@@ -340,15 +340,16 @@ struct Chunk {
     std::fill_n(cells.a, layer.plane, 0.f), std::fill_n(cells.b, layer.plane, 0.f);
     for (int i = 0; i < layer.h; i++) {
       for_cells(i, [&](int64_t cell, int64_t begin, int64_t end) {
-        Vec first = load(cells.a + cell * W), second = load(cells.b + cell * W);
+        Vec first = load(cells.a + cell * LANES), second = load(cells.b + cell * LANES);
         for (int64_t t = begin; t < end; t++) {
           Vec v = z(t) - shift;
           first += v, second += v * v;
         }
-        store(cells.a + cell * W, first), store(cells.b + cell * W, second);
+        store(cells.a + cell * LANES, first), store(cells.b + cell * LANES, second);
       });
       for (int j = 0; j < layer.w; j++) {
-        float *a = cells.a + (i * layer.w + j) * W, *b = cells.b + (i * layer.w + j) * W, size = size_of_cell(i, j);
+        const int64_t at = (i * layer.w + j) * LANES;
+        float *a = cells.a + at, *b = cells.b + at, size = size_of_cell(i, j);
         Vec first = load(a) / size;
         store(a, first), store(b, layer.pool_second_moment ? load(b) / size : first * first);
       }
@@ -364,7 +365,7 @@ void Layer::for_chunks(int planes, F f) const {
     float* memory = scratch + at::get_thread_num() * int64_t(planes) * plane;
     for (int64_t i = begin; i < end; i++) {
       const int64_t image = i / chunks, index = i % chunks * step % chunks, chunk = image * chunks + index;
-      if (c - index % chunks_of_head * W >= W)
+      if (c - index % chunks_of_head * LANES >= LANES)
         f(Chunk<true>{*this, image, index}, chunk, memory);
       else
         f(Chunk<false>{*this, image, index}, chunk, memory);
@@ -391,15 +392,15 @@ struct Forward : Layer {
     mix(P[2 * chunk.head], along_rows, cells, mixed_rows);
     mix(P[2 * chunk.head + 1], along_columns, mixed_rows, cells);
 
-    const float l = chunk.l, k = chunk.k, epsilon = eps;
+    const float mean_lambda = chunk.mean_lambda, var_lambda = chunk.var_lambda, epsilon = eps;
     const Vec scale = chunk.of_channels(weight), offset = chunk.of_channels(bias);
     for (int i = 0; i < h; i++)
       chunk.for_cells(i, [&](int64_t cell, int64_t begin, int64_t end) {
-        Vec M = load(cells.a + cell * W), V = max(load(cells.b + cell * W) - M * M, Vec{});
-        Vec mean_share = (1 - l) * (M + shift), var_share = (1 - k) * V + epsilon;
+        Vec M = load(cells.a + cell * LANES), V = max(load(cells.b + cell * LANES) - M * M, Vec{});
+        Vec mean_share = (1 - mean_lambda) * (M + shift), var_share = (1 - var_lambda) * V + epsilon;
         for (int64_t t = begin; t < end; t++) {
-          Vec centred = chunk.z(t) - (l * chunk.mean[t] + mean_share);
-          Vec r = rsqrt(k * chunk.var[t] + var_share);
+          Vec centred = chunk.z(t) - (mean_lambda * chunk.mean[t] + mean_share);
+          Vec r = rsqrt(var_lambda * chunk.var[t] + var_share);
           store(this->y + chunk.at(t), centred * r * scale + offset, chunk.n());
         }
       });
@@ -412,7 +413,8 @@ struct Backward : Layer {
 
   // A chunk's sums over all its tokens.
   struct Sums {
-    double weight[W] = {}, bias[W] = {}, mean_lambda = 0, var_lambda = 0, square = 0, horizontal = 0, vertical = 0;
+    double weight[LANES] = {}, bias[LANES] = {}, mean_lambda = 0, var_lambda = 0;
+    double square = 0, horizontal = 0, vertical = 0;
   };
   std::vector<Sums> found = std::vector<Sums>(images * chunks);
 
@@ -434,7 +436,7 @@ struct Backward : Layer {
   template <class C>
   void through_neighbourhood(const C& chunk, float* share, Sums& found, float* memory) const {
     const Pair cells{memory, memory + plane}, mixed_rows{memory + 2 * plane, memory + 3 * plane};
-    const Pair mixed{memory + 4 * plane, memory + 5 * plane}, row{memory + 6 * plane, memory + 6 * plane + w * W};
+    const Pair mixed{memory + 4 * plane, memory + 5 * plane}, row{memory + 6 * plane, memory + 6 * plane + w * LANES};
     const Kernel *rows = &P[2 * chunk.head], *columns = rows + 1;
     const Kernel *rows_transposed = &transposed_P[2 * chunk.head], *columns_transposed = rows_transposed + 1;
     const Vec shift = chunk.of_channels(of_channels + chunk.image * channels);
@@ -450,8 +452,8 @@ struct Backward : Layer {
     for (int i = 0; i < h; i++)
       chunk.for_cells(i, [&](int64_t cell, int64_t begin, int64_t end) {
         const float size = chunk.size_of_cell(i, cell - i * w);
-        Vec of_mean = load(mixed.a + cell * W) / size, of_square = 2 * load(mixed.b + cell * W) / size;
-        if (!pool_second_moment) of_mean += of_square * load(cells.a + cell * W), of_square = Vec{};
+        Vec of_mean = load(mixed.a + cell * LANES) / size, of_square = 2 * load(mixed.b + cell * LANES) / size;
+        if (!pool_second_moment) of_mean += of_square * load(cells.a + cell * LANES), of_square = Vec{};
         for (int64_t t = begin; t < end; t++) {
           float* d = grad_x + chunk.at(t);
           store(d, load(d, chunk.n()) + of_mean + of_square * (chunk.z(t) - shift), chunk.n());
@@ -463,45 +465,46 @@ struct Backward : Layer {
   // M - shift and of P (z - shift)^2. Leaves in grad_x the gradient of z itself.
   template <class C>
   void to_cells(const C& chunk, Vec shift, float* share, Sums& found, Pair mixed, Pair row) const {
-    const float l = chunk.l, k = chunk.k, epsilon = eps;
+    const float mean_lambda = chunk.mean_lambda, var_lambda = chunk.var_lambda, epsilon = eps;
     const Vec scale = chunk.of_channels(weight);
-    Vec ds[W], es[W];
+    Vec ds[LANES], es[LANES];
     int waiting = 0;  // tokens in ds and es
     for (int i = 0; i < h; i++) {
-      Vec of_weight{}, of_bias{}, of_l{}, of_k{};
-      std::fill_n(row.a, 2 * w * W, 0.f);
+      Vec of_weight{}, of_bias{}, of_mean_lambda{}, of_var_lambda{};
+      std::fill_n(row.a, 2 * w * LANES, 0.f);
       chunk.for_cells(i, [&](int64_t cell, int64_t begin, int64_t end) {
-        const int64_t at = (cell - i * w) * W;
-        Vec M = load(mixed.a + cell * W), V = max(load(mixed.b + cell * W) - M * M, Vec{});
-        Vec mean_share = (1 - l) * (M + shift), var_share = (1 - k) * V + epsilon;
+        const int64_t at = (cell - i * w) * LANES;
+        Vec M = load(mixed.a + cell * LANES), V = max(load(mixed.b + cell * LANES) - M * M, Vec{});
+        Vec mean_share = (1 - mean_lambda) * (M + shift), var_share = (1 - var_lambda) * V + epsilon;
         Vec d_cell = load(row.a + at), e_cell = load(row.b + at);
         for (int64_t t = begin; t < end; t++) {
           Vec g = load(grad + chunk.at(t), chunk.n());
-          Vec r = rsqrt(k * chunk.var[t] + var_share);
-          Vec normalised = (chunk.z(t) - (l * chunk.mean[t] + mean_share)) * r;
+          Vec r = rsqrt(var_lambda * chunk.var[t] + var_share);
+          Vec normalised = (chunk.z(t) - (mean_lambda * chunk.mean[t] + mean_share)) * r;
           of_bias += g, of_weight += g * normalised;
           Vec d = g * scale * r, e = -0.5f * d * normalised * r;  // gradients of z, and of the variance
           store(grad_x + chunk.at(t), d, chunk.n());
           d_cell += d, e_cell += e;
-          of_l -= d * chunk.mean[t], of_k += e * chunk.var[t];
+          of_mean_lambda -= d * chunk.mean[t], of_var_lambda += e * chunk.var[t];
           ds[waiting] = d, es[waiting] = e;
-          if (++waiting == W || t + 1 == tokens) {
+          if (++waiting == LANES || t + 1 == tokens) {
             const int64_t first = t + 1 - waiting;
-            store(share + first, l * sums(ds), waiting), store(share + tokens + first, k * sums(es), waiting);
+            store(share + first, mean_lambda * sums(ds), waiting);
+            store(share + tokens + first, var_lambda * sums(es), waiting);
             waiting = 0;
           }
         }
         store(row.a + at, d_cell), store(row.b + at, e_cell);
       });
       for (int j = 0; j < w; j++) {
-        float *a = mixed.a + (i * w + j) * W, *b = mixed.b + (i * w + j) * W;
+        float *a = mixed.a + (i * w + j) * LANES, *b = mixed.b + (i * w + j) * LANES;
         Vec M = load(a), V = max(load(b) - M * M, Vec{});
-        Vec d_cell = load(row.a + j * W), e_cell = load(row.b + j * W), of_V = (1 - k) * e_cell;
-        of_l += d_cell * (M + shift), of_k -= e_cell * V;
-        store(a, (l - 1) * d_cell - 2 * M * of_V), store(b, of_V);
+        Vec d_cell = load(row.a + j * LANES), e_cell = load(row.b + j * LANES), of_V = (1 - var_lambda) * e_cell;
+        of_mean_lambda += d_cell * (M + shift), of_var_lambda -= e_cell * V;
+        store(a, (mean_lambda - 1) * d_cell - 2 * M * of_V), store(b, of_V);
       }
-      for (int lane = 0; lane < W; lane++) found.weight[lane] += of_weight[lane], found.bias[lane] += of_bias[lane];
-      found.mean_lambda += sum(of_l), found.var_lambda += sum(of_k);
+      for (int lane = 0; lane < LANES; lane++) found.weight[lane] += of_weight[lane], found.bias[lane] += of_bias[lane];
+      found.mean_lambda += sum(of_mean_lambda), found.var_lambda += sum(of_var_lambda);
     }
   }
 
@@ -511,16 +514,16 @@ struct Backward : Layer {
       const float* share = shares + 2 * tokens * (image * chunks + i) + first;
       d_total += load(share, n), e_total += load(share + tokens, n);
     }
-    float of_mean[W], of_var[W], mean[W], scale[W], radial[W];
+    float of_mean[LANES], of_var[LANES], mean[LANES], scale[LANES], radial[LANES];
     store(of_mean, -d_total / float(channels)), store(of_var, 2 * e_total / float(channels - unbiased));
     store(mean, load(statistic(image, heads) + first, n));
     for (int head = 0; head < heads; head++) {
       store(scale, load(statistic(image, head) + first, n));
       const int64_t at = (image * tokens + first) * channels + head * c;
-      Vec along[W] = {};
+      Vec along[LANES] = {};
       for (int i = 0; i < n; i++)
-        for (int j = 0; j < c; j += W) {
-          const int lanes = std::min(W, c - j);
+        for (int j = 0; j < c; j += LANES) {
+          const int lanes = std::min(LANES, c - j);
           float* d = grad_x + at + i * channels + j;
           Vec z = scale[i] * load(x + at + i * channels + j, lanes);
           Vec of_z = load(d, lanes) + (of_mean[i] + of_var[i] * (z - mean[i]));
@@ -530,8 +533,8 @@ struct Backward : Layer {
       if (!prenorm) continue;
       store(radial, sums(along) / float(c) * load(scale));  // what changes z along itself, its scale undoes
       for (int i = 0; i < n; i++)
-        for (int j = 0; j < c; j += W) {
-          const int lanes = std::min(W, c - j);
+        for (int j = 0; j < c; j += LANES) {
+          const int lanes = std::min(LANES, c - j);
           float* d = grad_x + at + i * channels + j;
           store(d, scale[i] * (load(d, lanes) - radial[i] * load(x + at + i * channels + j, lanes)), lanes);
         }
@@ -540,8 +543,8 @@ struct Backward : Layer {
 
   void add_up() const {  // each gradient is rounded once for each image
     for (int64_t i = 0; i < images * chunks; i++) {
-      const int64_t index = i % chunks, head = index / chunks_of_head, within = index % chunks_of_head * W;
-      for (int lane = 0; lane < std::min<int64_t>(W, c - within); lane++) {
+      const int64_t index = i % chunks, head = index / chunks_of_head, within = index % chunks_of_head * LANES;
+      for (int lane = 0; lane < std::min<int64_t>(LANES, c - within); lane++) {
         grad_weight[head * c + within + lane] += found[i].weight[lane];
         grad_bias[head * c + within + lane] += found[i].bias[lane];
       }
@@ -555,7 +558,7 @@ struct Backward : Layer {
 }  // namespace
 
 extern "C" {
-int dtn_lanes() { return W; }
+int dtn_lanes() { return LANES; }
 void dtn_forward(const Problem* problem) { Forward(*problem).run(); }
 void dtn_backward(const Problem* problem) { Backward(*problem).run(); }
 }

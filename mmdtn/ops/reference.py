@@ -16,9 +16,9 @@ def dtn(t: Tensors, s: Settings) -> Tensor:
     z = by_head(t.x.to(t.weight.dtype), len(t.position), s)
     var, mean = torch.var_mean(z, (-2, -1), keepdim=True, correction=int(s.unbiased))
     M, V = neighbourhood(z, t.position, s)
-    l, k = t.mean_lambda[:, None], t.var_lambda[:, None]
-    mu = l * mean + on_tokens((1 - l) * M, z, s.pool_size)
-    variance = k * var + on_tokens((1 - k) * V, z, s.pool_size)
+    mean_lambda, var_lambda = t.mean_lambda[:, None], t.var_lambda[:, None]
+    mu = mean_lambda * mean + on_tokens((1 - mean_lambda) * M, z, s.pool_size)
+    variance = var_lambda * var + on_tokens((1 - var_lambda) * V, z, s.pool_size)
     return ((z - mu) * (variance + s.eps).rsqrt()).flatten(-2) * t.weight + t.bias
 
 
