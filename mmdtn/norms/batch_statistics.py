@@ -68,12 +68,12 @@ class TaperingNorm(BatchStatisticsNorm):
             )
 
 
-def batch_mean(sums: Tensor, count: int) -> Tensor:
-    """The mean over the batch of all processes, from the ``sums`` over the ``count`` tokens of this one.
+def batch_mean(sums: Tensor, count: int, sync: bool) -> Tensor:
+    """``sums`` over the ``count`` tokens of this process, divided by them; with ``sync``, of all processes.
 
     Each process may have another number of tokens. Gradients pass through.
     """
-    if get_world_size() == 1:
+    if not sync or get_world_size() == 1:
         return sums / count
     together = _sum_of_processes(torch.cat((sums.flatten(), sums.new_full((1,), count))))
     return (together[:-1] / together[-1]).view(sums.shape)

@@ -35,6 +35,7 @@ class FeatureNorm(TaperingNorm):
         eps: Added to the variance and to the range.
         momentum: Share of the new batch in the running statistics.
         taper_iters: Training steps over which a LayerNorm gives way to this norm, as in PRepBN; 0 has none.
+        sync: In distributed training, take the batch of all processes.
 
     Example:
         >>> FeatureNorm(64, num_heads=4)(torch.randn(2, 25, 42, 64)).shape
@@ -55,6 +56,7 @@ class FeatureNorm(TaperingNorm):
         eps: float = 1e-5,
         momentum: float = 0.1,
         taper_iters: int = 0,
+        sync: bool = True,
     ) -> None:
         super().__init__(num_features, eps)
         check_groups(self, num_heads, 'num_heads')
@@ -62,7 +64,7 @@ class FeatureNorm(TaperingNorm):
             raise ValueError(f'branches={branches!r}: choose from {BRANCHES}, each once.')
         if not isinstance(taper_iters, int) or taper_iters < 0:
             raise ValueError(f'taper_iters={taper_iters!r}: give training steps, or 0 for none with LayerNorm.')
-        self.num_heads, self.branches, self.momentum = num_heads, tuple(branches), momentum
+        self.num_heads, self.branches, self.momentum, self.sync = num_heads, tuple(branches), momentum, sync
         self.weight = nn.Parameter(torch.ones(num_features))
         self.bias = nn.Parameter(torch.zeros(num_features))
         self.mix = nn.Parameter(torch.tensor([FIRST_LEAD] + [0.0] * (len(branches) - 1)).repeat(num_heads, 1))
@@ -112,7 +114,7 @@ class FeatureNorm(TaperingNorm):
 
     def _of_batch(self, x: Tensor) -> Tensor:
         tokens = x[..., 0].numel()
-        processes = get_world_size()
+        processes = get_world_size() if self.sync else 1
         if tokens * processes == 1:
             raise ValueError(
                 f'A batch of one token has no variance, but FeatureNorm got {" x ".join(map(str, x.shape))} in '
@@ -122,11 +124,11 @@ class FeatureNorm(TaperingNorm):
         if processes > 1:
             low, high = _of_all_processes(low, high)
         above = x - low
-        mean = batch_mean(above.flatten(0, -2).sum(0), tokens)
+        mean = batch_mean(above.flatten(0, -2).sum(0), tokens, self.sync)
         # A loss, as it keeps its input for the backward pass and not the difference.
         squares = F.mse_loss(above, mean.detach().expand_as(above), reduction='none').flatten(0, -2).sum(0)
         # Each process adds a 1: their mean over all tokens tells how many tokens there are.
-        var, inverse = batch_mean(torch.cat((squares, x.new_ones(1))), tokens).split((self.num_features, 1))
+        var, inverse = batch_mean(torch.cat((squares, x.new_ones(1))), tokens, self.sync).split((self.num_features, 1))
         self._remember(mean + low, var, low, high, processes / inverse)
         slope, level = self._from_low(mean, var, low, high)
         return torch.addcmul(level, above, slope)

@@ -35,6 +35,7 @@ class PowerNorm(MovingAverageNorm):
         warmup_iters: Steps that take their own batch.
         q: What the gradient divides by: ``'running'``, from step ``warmup_iters`` on ``phi`` after its update, as in
             the DTN authors' code, or ``'batch'``, always ``phi_B``, as in PowerNorm's own.
+        sync: In distributed training, take the batch of all processes.
 
     Example:
         >>> PowerNorm(64, num_groups=4)(torch.randn(2, 25, 42, 64)).shape
@@ -54,13 +55,14 @@ class PowerNorm(MovingAverageNorm):
         alpha_bwd: float = 0.9,
         warmup_iters: int = 10_000,
         q: str = 'running',
+        sync: bool = True,
     ) -> None:
         super().__init__(num_features, eps, warmup_iters)
         check_groups(self, num_groups)
         if q not in ('running', 'batch'):
             raise ValueError(f"q={q!r}: choose 'running' or 'batch'.")
         self.num_groups, self.alpha_fwd, self.alpha_bwd = num_groups, alpha_fwd, alpha_bwd
-        self.q = q
+        self.q, self.sync = q, sync
         self.register_buffer('phi', torch.ones(num_features))
         self.register_buffer('nu', torch.zeros(num_features))
 
@@ -75,7 +77,7 @@ class PowerNorm(MovingAverageNorm):
         with torch.no_grad():
             inverse = inverse_rms(x, self.num_groups, self.eps)
             u = by_group(x, inverse)
-            of_batch = batch_mean(u.square().flatten(0, -2).sum(0), u[..., 0].numel())
+            of_batch = batch_mean(u.square().flatten(0, -2).sum(0), u[..., 0].numel(), self.sync)
             self.count += 1
             t, phi = self.count, self.phi.to(x)
             p = torch.where(t <= self.warmup_iters, of_batch, phi)
@@ -104,7 +106,7 @@ class _Power(torch.autograd.Function):
         product = g * u
         to_weight = product.flatten(0, -2).sum(0) * scale  # the sum of g z; the mean of z^2 is scale^2 of_batch
         pull = (1 - norm.alpha_bwd) * nu
-        mean_gz = batch_mean(to_weight, g[..., 0].numel())
+        mean_gz = batch_mean(to_weight, g[..., 0].numel(), norm.sync)
         moved = nu + weight * mean_gz - pull * scale.square() * of_batch
         norm.nu.copy_(torch.where(moved.isfinite().all(), moved, nu))  # an overflow would stay for good
         to_x = None

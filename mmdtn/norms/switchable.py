@@ -25,6 +25,7 @@ class SN(BatchStatisticsNorm):
         batch: False leaves out BatchNorm and its weights.
         unbiased: Divide the variance of InstanceNorm by T - 1, and take the others but a token's from it, as SN's own
             code does.
+        sync: In distributed training, take the batch of all processes.
 
     Example:
         >>> SN(64)(torch.randn(2, 25, 42, 64)).shape
@@ -43,11 +44,12 @@ class SN(BatchStatisticsNorm):
         ln: str = 'token',
         batch: bool = True,
         unbiased: bool = False,
+        sync: bool = True,
     ) -> None:
         super().__init__(num_features, eps)
         if ln not in ('token', 'image'):
             raise ValueError(f"ln={ln!r}: choose 'token', as the DTN paper's LayerNorm, or 'image', as SN's.")
-        self.momentum, self.ln, self.batch, self.unbiased = momentum, ln, batch, unbiased
+        self.momentum, self.ln, self.batch, self.unbiased, self.sync = momentum, ln, batch, unbiased, sync
         self.weight = nn.Parameter(torch.ones(num_features))
         self.bias = nn.Parameter(torch.zeros(num_features))
         self.mean_weight = nn.Parameter(torch.ones(2 + batch))
@@ -80,8 +82,8 @@ class SN(BatchStatisticsNorm):
         """From the statistics of images, ``B x 1 x C``."""
         if not self.training:
             return self.running_mean.to(mean), self.running_var.to(mean)
-        mu = batch_mean(T * mean.sum((0, 1)), T * len(mean))
-        of_batch = mu, batch_mean(T * (var + (mean - mu).square()).sum((0, 1)), T * len(mean))
+        mu = batch_mean(T * mean.sum((0, 1)), T * len(mean), self.sync)
+        of_batch = mu, batch_mean(T * (var + (mean - mu).square()).sum((0, 1)), T * len(mean), self.sync)
         with torch.no_grad():
             for running, new in zip((self.running_mean, self.running_var), of_batch, strict=True):
                 running.lerp_(new.to(running), self.momentum)

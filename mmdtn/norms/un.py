@@ -41,6 +41,7 @@ class UN(MovingAverageNorm):
         grad_window: The same of the backward pass.
         warmup_iters: Steps before that, no fewer than ``window``.
         outlier_filter: Look for outliers; the authors do for images, but not for text.
+        sync: In distributed training, take the batch of all processes.
 
     Example:
         >>> UN(64)(torch.randn(2, 25, 42, 64)).shape
@@ -62,6 +63,7 @@ class UN(MovingAverageNorm):
         grad_window: int = 4,
         warmup_iters: int = 4000,
         outlier_filter: bool = True,
+        sync: bool = True,
     ) -> None:
         super().__init__(num_features, eps, warmup_iters)
         if min(window, grad_window) < 1:
@@ -72,7 +74,7 @@ class UN(MovingAverageNorm):
                 'row is not finite: give as many steps at least.'
             )
         self.momentum, self.window, self.grad_window = momentum, window, grad_window
-        self.outlier_filter = outlier_filter
+        self.outlier_filter, self.sync = outlier_filter, sync
         self.register_buffer('phi', torch.ones(num_features))
         self.register_buffer('psi', torch.zeros(num_features))
         self.register_buffer('squares', torch.zeros(window, num_features))
@@ -93,7 +95,7 @@ class UN(MovingAverageNorm):
     @torch.compiler.disable
     def _train_step(self, x: Tensor) -> Tensor:
         with torch.no_grad():
-            v = batch_mean(x.square().flatten(0, -2).sum(0), x[..., 0].numel())
+            v = batch_mean(x.square().flatten(0, -2).sum(0), x[..., 0].numel(), self.sync)
             self.count += 1
             t = self.count.clone()  # the count moves on before the backward pass where a step accumulates several
             phi, skip = self.phi.to(x), self._enters_window(v, t)
@@ -132,7 +134,7 @@ class _Unified(torch.autograd.Function):
         norm = ctx.norm
         product = g * x
         to_weight = product.flatten(0, -2).sum(0) * (r * scale)
-        a = weight * batch_mean(to_weight, g[..., 0].numel())
+        a = weight * batch_mean(to_weight, g[..., 0].numel(), norm.sync)
         psi, row = norm.psi.to(x), (t % norm.grad_window)[None]
         finite = a.isfinite().all()  # an overflow would stay for good
         entry = torch.where(finite, torch.where(skip, psi, a).to(norm.grads), norm.grads.index_select(0, row))
