@@ -28,15 +28,12 @@ class Launcher:
     ) -> None:
         key = (kernel.__name__, constants)
         compiled = self.compiled.get(key)
-        if compiled is None:
-            compiled = kernel[grid](*arguments, num_warps=num_warps)
-            if self.direct and compiled is not None:  # Triton's interpreter returns None
-                self.compiled[key] = compiled
+        if compiled is None or not self.direct:
+            self.compiled[key] = kernel[grid](*arguments, num_warps=num_warps)  # None from Triton's interpreter
             return
         try:
             compiled[grid](*arguments)
         except (AttributeError, TypeError) as error:  # raised before anything is launched
             Launcher.direct = False
-            self.compiled.clear()
             print_log(f'Triton kernels are launched the slow way: calling a compiled one failed ({error}).', 'current')
             kernel[grid](*arguments, num_warps=num_warps)
