@@ -166,12 +166,13 @@ class TokenPerformer(TokenLayer):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         with torch.autocast(q.device.type, enabled=False):  # exponentials of squares
-            q, k = UP * self.random_features(q.float()), self.random_features(k.float())
-            mixed = q @ (k.mT @ v.float())
+            precise = torch.promote_types(q.dtype, torch.float32)
+            q, k = UP * self.random_features(q.to(precise)), self.random_features(k.to(precise))
+            mixed = q @ (k.mT @ v.to(precise))
             return (mixed / (q @ k.sum(1)[..., None] + UP * 1e-8)).to(v.dtype)
 
     def random_features(self, x: Tensor) -> Tensor:
-        exponent = x @ self.features.float().mT - x.square().sum(-1, keepdim=True) / 2
+        exponent = x @ self.features.to(x.dtype).mT - x.square().sum(-1, keepdim=True) / 2
         return exponent.exp() / math.sqrt(RANDOM_FEATURES)
 
 

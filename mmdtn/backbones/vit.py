@@ -168,6 +168,8 @@ class ViTDTN(PlainBackbone):
         img_size: Side of the images for which the position embedding is held; it is resized for others.
         patch_size: Side of a patch.
         in_channels: Channels of the image.
+        norm_cfg: See :class:`ViTOptions`. Unless ``other_norm_cfg`` gives ``eps``, its norms take that of ``norm_cfg``:
+            by default 1e-5 with DTN, as published, and 1e-6 without, as in timm.
         rpe: True adds relative position to the attention of the first ``dtn_layers`` blocks, as DTN's P has it (Eq. 6):
             three numbers for each head. ``'local'`` starts them as Eq. 7 says.
         options: Fields of :class:`ViTOptions`.
@@ -192,7 +194,10 @@ class ViTDTN(PlainBackbone):
         side = -(-img_size // patch_size)
         patch_embed = nn.Conv2d(in_channels, a['width'], patch_size, patch_size)
         pos_embed = nn.Parameter(torch.zeros(1, side, side, a['width']))
-        super().__init__(a, patch_embed, pos_embed, ViTOptions(**options), eps=1e-6, qkv_bias=True, rpe=rpe)
+        shared = ViTOptions(**options)
+        # One eps for all norms. The published DTN models have torch's default, timm's ViT and DeiT have 1e-6.
+        eps = shared.norm_cfg.get('eps', 1e-5 if needs_grid(shared.norm_cfg) else 1e-6)
+        super().__init__(a, patch_embed, pos_embed, shared, eps=eps, qkv_bias=True, rpe=rpe)
         self.patch_size = patch_size
 
     def tokens(self, images: Tensor) -> Tensor:

@@ -2,17 +2,19 @@
 
 import re
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
 
 from mmdtn.norms import DTN
 
-from .format import Format, State
-from .pvt import from_pvt
+from .format import Eps, Format, State
+from .pvt import from_pvt, published_eps
 from .vit import from_timm_vit
 
 NORM_CFG = dict(type='DTN', unbiased=True, pool_second_moment=False)
+LN_1E_5 = dict(other_norm_cfg=dict(type='LN', eps=1e-5))  # torch's default; timm's ViT has 1e-6
 
 
 def from_dtn_pvt(state: State) -> State:
@@ -51,7 +53,17 @@ def _check_settings(backbone: nn.Module) -> str:
     return ''
 
 
-def _format(backbone: str, convert: Callable[[State], State], mark: str) -> Format:
+def _eps_of_pvt(norm: str, state: State) -> float:
+    return 1e-5 if f'{norm}.var_mix' in state else published_eps(norm, state)
+
+
+def _format(
+    backbone: str,
+    convert: Callable[[State], State],
+    mark: str,
+    eps: Eps,
+    settings: dict[str, Any],
+) -> Format:
     return Format(
         backbone,
         (mark, r'.*\.var_norm_weight$'),
@@ -61,6 +73,8 @@ def _format(backbone: str, convert: Callable[[State], State], mark: str) -> Form
             r'.*\.rel_indices$': 'computed from the grid of each input',
         },
         heads=_heads,
+        eps=eps,
+        settings=settings,
         check=_check_settings,
         norm_cfg=NORM_CFG,
         out_type='cls_token',
@@ -68,6 +82,6 @@ def _format(backbone: str, convert: Callable[[State], State], mark: str) -> Form
 
 
 FORMATS = {
-    'dtn-pvt': _format('PVTDTN', from_dtn_pvt, r'patch_embed1\.'),
-    'dtn-vit': _format('ViTDTN', from_dtn_vit, r'patch_embed\.proj'),
+    'dtn-pvt': _format('PVTDTN', from_dtn_pvt, r'patch_embed1\.', _eps_of_pvt, {}),
+    'dtn-vit': _format('ViTDTN', from_dtn_vit, r'patch_embed\.proj', lambda norm, state: 1e-5, LN_1E_5),
 }

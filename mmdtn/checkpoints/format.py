@@ -10,6 +10,7 @@ from torch import nn
 from .files import State
 
 Heads = Callable[[str, State], int | None]
+Eps = Callable[[str, State], float | None]
 
 
 def as_they_are(state: State) -> State:
@@ -28,6 +29,8 @@ class Format:
         misses: Patterns that match no key of such a file.
         dropped: Patterns of keys that the backbone has no use for, each with the reason.
         heads: Number of heads of an attention, by its name and the translated state, or None where files do not tell.
+        eps: What a norm adds to the variance, by its name and the translated state, or None where files do not tell.
+        settings: Arguments with which the backbone has these values, where they are not its defaults.
         check: Says why a backbone would compute something else with the weights of such files; '' where it does not.
         norm_cfg: Normaliser with which the backbone computes what the model of the file does.
         out_type: Output with which it gives what that model gives; None: the file holds a whole model.
@@ -39,6 +42,8 @@ class Format:
     misses: tuple[str, ...] = ()
     dropped: Mapping[str, str] = field(default_factory=dict)
     heads: Heads = lambda attention, state: None
+    eps: Eps = lambda norm, state: None
+    settings: Mapping[str, Any] = field(default_factory=dict)
     check: Callable[[nn.Module], str] = lambda backbone: ''
     norm_cfg: Mapping[str, Any] | None = field(default_factory=lambda: dict(type='LN'))
     out_type: str | None = None

@@ -79,6 +79,11 @@ def published_heads(attention: str, state: State) -> int:
     return (1, 2, 5, 8)[int(attention.split('.')[1])]
 
 
+def published_eps(norm: str, state: State) -> float:
+    """Of whai362/PVT and of timm's version of it: torch's default next to convolutions, 1e-6 elsewhere."""
+    return 1e-5 if norm.endswith(('patch_embed.norm', 'attn.norm')) else 1e-6
+
+
 def _own_heads(attention: str, state: State) -> int | None:
     """Of files of this package only the config tells them, but with LayerNorm at published widths these."""
     stage, width = int(attention.split('.')[1]), state[f'{attention}.q.weight'].shape[0]
@@ -94,6 +99,7 @@ FORMATS = {
         from_pvt,
         misses=(r'.*norm_weight$',),
         heads=published_heads,
+        eps=published_eps,
         out_type='cls_token',
     ),
     'mmdet-pvt': Format(
@@ -101,6 +107,8 @@ FORMATS = {
         (r'layers\.0\.0\.projection', r'layers\.0\.1\.'),
         from_mmdet_pvt,
         heads=published_heads,
+        eps=lambda norm, state: 1e-6,
+        settings=dict(other_norm_cfg=dict(type='LN', eps=1e-6)),
         out_type='featmap',
     ),
     'timm-pvt': Format(
@@ -108,6 +116,7 @@ FORMATS = {
         (r'patch_embed\.proj', r'stages\.0\.blocks\.0\.attn\.kv'),
         from_timm_pvt_v2,
         heads=published_heads,
+        eps=published_eps,
         out_type='cls_token',
     ),
     'mmdtn-pvt': Format('PVTDTN', (r'stages\.0\.patch_embed\.proj',), heads=_own_heads),

@@ -74,6 +74,7 @@ def _format(convert: Callable[[State], State], *marks: str) -> Format:
         convert,
         dropped=COMPUTED,
         heads=published_heads,
+        eps=lambda norm, state: 1e-5,
         check=check_class_token,
         out_type='cls_token',
     )

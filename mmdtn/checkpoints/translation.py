@@ -82,7 +82,9 @@ def translate(
     if settings is not None:
         check_origin(settings, backbone)
     report.used += len(ours)
-    ours |= _fill(ours, target, report, backbone, warm_start)
+    filled = _fill(ours, target, report, backbone, warm_start)
+    _check_eps(ours, backbone, name)
+    ours |= filled
     if not whole:
         report.dropped |= dict.fromkeys(rest, 'not part of a backbone')
         return ours, report
@@ -181,6 +183,26 @@ def _check_function(ours: State, backbone: nn.Module, name: str, warm_start: flo
             )
     if why_not := FORMATS[name].check(backbone):
         raise ValueError(f'{name} files {why_not}')
+    _check_warm_start(backbone, warm_start)
+
+
+def _check_eps(ours: State, backbone: nn.Module, name: str) -> None:
+    """Raises ValueError if a norm adds another number to the variance than the norm of the file did."""
+    for norm, module in backbone.named_modules():
+        if not isinstance(module, (nn.LayerNorm, DTN)) or f'{norm}.weight' not in ours:
+            continue
+        eps = FORMATS[name].eps(norm, ours)
+        if eps is not None and eps != module.eps:
+            needed = FORMATS[name].settings
+            example = f' For this file other_norm_cfg is {needed["other_norm_cfg"]}.' if needed else ''
+            raise ValueError(
+                f'{norm} has eps={eps} in {name} files, but eps={module.eps} in the target, which would compute '
+                'something else. Give the eps of the file in norm_cfg or other_norm_cfg, whichever this norm is built '
+                f'from.{example}'
+            )
+
+
+def _check_warm_start(backbone: nn.Module, warm_start: float | None) -> None:
     layers = [m for m in backbone.modules() if isinstance(m, DTN)]
     for layer in layers:
         s = layer.settings

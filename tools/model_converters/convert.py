@@ -58,9 +58,9 @@ def from_arch(name: str, state: State, said: str, warm_start: bool) -> Config:
         raise ValueError(f'A {file} file needs --to CONFIG: it holds a whole model, a {kind.backbone}.')
     norm_cfg = kind.norm_cfg
     arch: str | dict = name
-    options: dict[str, Any] = dict(out_type=kind.out_type)
+    options: dict[str, Any] = dict(out_type=kind.out_type, **kind.settings)
     if warm_start and norm_cfg != DTN_AUTHORS:
-        norm_cfg = dict(type='DTN', prenorm=False, eps=1e-6 if kind.backbone in ('PVTDTN', 'ViTDTN') else 1e-5)
+        norm_cfg = dict(type='DTN', prenorm=False, eps=kind.eps('blocks.0.norm1', {}) or 1e-5)
         if kind.backbone == 'PVTDTN':
             arch = dict(base=name, num_heads=LN_HEADS, norm_heads=DTN_HEADS)
         elif kind.backbone in ('ViTDTN', 'T2TViTDTN'):

@@ -1,0 +1,93 @@
+"""In float64, our model computes what the published arithmetic makes of a file, and wrong models are refused.
+
+``python -m pytest tests/checkpoints/test_exact.py -s`` prints the largest difference for each file.
+"""
+
+import sys
+
+import pytest
+import torch
+from mmengine.registry import MODELS
+
+from mmdtn import checkpoints
+from mmdtn.backbones import PVTDTN, ViTDTN
+from tools.model_converters import convert
+
+from . import arithmetic, files
+from .published import AUTHORS
+
+LN = dict(type='LN')
+
+
+@pytest.fixture
+def through_the_command(tmp_path, monkeypatch, capsys):
+    """The model that ``convert.py FILE --to NAME`` writes, in float64, and what the command printed."""
+
+    def run(state, *arguments):
+        source, out = tmp_path / 'theirs.pth', tmp_path / 'ours.pth'
+        torch.save(dict(model=state), source)
+        monkeypatch.setattr(sys, 'argv', ['convert.py', *map(str, (source, *arguments, '--out', out))])
+        convert.main()
+        settings = checkpoints.backbone_settings(checkpoints.load(str(out)))
+        model = MODELS.build(dict(settings, init_cfg=dict(type='Pretrained', checkpoint=str(out))))
+        model.init_weights()
+        return model.eval().double(), capsys.readouterr().out
+
+    return run
+
+
+def largest_difference(model, expected, images):
+    (got,) = model(images)
+    return (got - expected).abs().max().item()
+
+
+def images(side=224):
+    return torch.randn(1, 3, side, side, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize('case', files.CASES, ids=lambda case: case.name)
+@torch.no_grad()
+def test_a_converted_file_computes_the_published_arithmetic(case, through_the_command):
+    state = case.state()
+    model, said = through_the_command(state, '--to', *case.to)
+    expected = case.compute(images(case.side), {key: value.double() for key, value in state.items()})
+    difference = largest_difference(model, expected, images(case.side))
+    print(f'{case.name:<24} {difference:.1e}')
+    assert difference < 1e-11
+    for words in case.says:
+        assert words in said
+
+
+@torch.no_grad()
+def test_an_eps_of_1e_6_would_be_another_model():
+    state = files.vit(192, of_dtn=4)
+    double = {key: value.double() for key, value in state.items()}
+    norms = dict(dtn=files.authors_norm(4))
+    a, b = (arithmetic.vit(images(), double, 4, eps, cls_from=10, **norms) for eps in (1e-5, 1e-6))
+    assert (a - b).abs().max() > 1e-6
+
+
+@pytest.mark.parametrize(
+    ('state', 'model', 'words'),
+    [
+        (
+            lambda: files.vit(192, of_dtn=4),
+            lambda: ViTDTN('t*', norm_cfg=dict(AUTHORS, eps=1e-6)),
+            'norm1.*1e-05.*1e-06',
+        ),
+        (
+            lambda: files.vit(192, of_dtn=4),
+            lambda: ViTDTN('t*', norm_cfg=AUTHORS, other_norm_cfg=dict(LN, eps=1e-6)),
+            r'blocks\.10\..*eps=1e-05 .*eps=1e-06 .*other_norm_cfg',
+        ),
+        (lambda: files.vit(192, bias=True), lambda: ViTDTN('t', norm_cfg=dict(LN, eps=1e-5)), 'eps=1e-06 .*eps=1e-05 '),
+        (
+            files.pvt,
+            lambda: PVTDTN('tiny', norm_cfg=LN, other_norm_cfg=dict(LN, eps=1e-6)),
+            r'patch_embed\.norm .*eps=1e-05 .*eps=1e-06 ',
+        ),
+    ],
+)
+def test_another_eps_is_refused(state, model, words):
+    with pytest.raises(ValueError, match=words):
+        checkpoints.translate(state(), model())
