@@ -22,7 +22,7 @@ class ViTOptions:
     Args:
         norm_cfg: Normaliser of the first ``dtn_layers`` blocks: ``dict(type='DTN')``; ``dict(type='LN')`` is the
             published model, or any registered one that works on ``B x H x W x C``.
-        dtn_layers: How many blocks take ``norm_cfg``.
+        dtn_layers: How many blocks take ``norm_cfg``; None: 10, or all if there are fewer.
         other_norm_cfg: Normaliser of all other blocks and layers, and of the one behind the last block; not DTN.
         cls_from: Block, from 0, before which the class token joins. None: for ``'cls_token'`` after the blocks with
             DTN or ``rpe``, or before the first with another normaliser; for the other outputs never.
@@ -38,7 +38,7 @@ class ViTOptions:
     """
 
     norm_cfg: dict = field(default_factory=lambda: dict(type='DTN'))
-    dtn_layers: int = 10
+    dtn_layers: int | None = None
     other_norm_cfg: dict = field(default_factory=lambda: dict(type='LN'))
     cls_from: int | None = None
     out_indices: Sequence[int] = (-1,)
@@ -68,9 +68,10 @@ class PlainBackbone(Backbone):
         rpe: bool | str = False,
     ) -> None:
         super().__init__(options.frozen_stages, options.norm_eval, options.init_cfg)
-        norm_cfg, other_norm_cfg, dtn_layers = options.norm_cfg, options.other_norm_cfg, options.dtn_layers
+        norm_cfg, other_norm_cfg = options.norm_cfg, options.other_norm_cfg
         out_indices, out_type, cls_from = options.out_indices, options.out_type, options.cls_from
         width, depth, num_heads = arch['width'], arch['depth'], arch['num_heads']
+        dtn_layers = min(10, depth) if options.dtn_layers is None else options.dtn_layers
         if out_type not in ('cls_token', 'avg_featmap', 'featmap'):
             raise ValueError(f"out_type={out_type!r}: choose 'cls_token', 'avg_featmap' or 'featmap'.")
         if not all(-depth <= i < depth for i in out_indices) or not 0 <= dtn_layers <= depth:

@@ -62,7 +62,7 @@ def _format(
     convert: Callable[[State], State],
     mark: str,
     eps: Eps,
-    settings: dict[str, Any],
+    settings: Callable[[State], dict[str, Any]],
 ) -> Format:
     return Format(
         backbone,
@@ -82,6 +82,6 @@ def _format(
 
 
 FORMATS = {
-    'dtn-pvt': _format('PVTDTN', from_dtn_pvt, r'patch_embed1\.', _eps_of_pvt, {}),
-    'dtn-vit': _format('ViTDTN', from_dtn_vit, r'patch_embed\.proj', lambda norm, state: 1e-5, LN_1E_5),
+    'dtn-pvt': _format('PVTDTN', from_dtn_pvt, r'patch_embed1\.', _eps_of_pvt, lambda state: {}),
+    'dtn-vit': _format('ViTDTN', from_dtn_vit, r'patch_embed\.proj', lambda norm, state: 1e-5, lambda state: LN_1E_5),
 }

@@ -108,7 +108,7 @@ FORMATS = {
         from_mmdet_pvt,
         heads=published_heads,
         eps=lambda norm, state: 1e-6,
-        settings=dict(other_norm_cfg=dict(type='LN', eps=1e-6)),
+        settings=lambda state: dict(other_norm_cfg=dict(type='LN', eps=1e-6)),
         out_type='featmap',
     ),
     'timm-pvt': Format(

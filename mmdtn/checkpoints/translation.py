@@ -34,6 +34,7 @@ class TranslationReport:
     dropped: dict[str, str] = field(default_factory=dict)
     filled: dict[str, str] = field(default_factory=dict)
     kept: list[str] = field(default_factory=list)
+    note: str = ''
 
     def __str__(self) -> str:
         lines = [f'{self.format}: {self.used} tensors from the file']
@@ -42,6 +43,7 @@ class TranslationReport:
             keys = [key for key in self.filled if self.filled[key] == why]
             lines.append(f'  {why}: {keys[0]}' + (f' and {len(keys) - 1} more' if keys[1:] else ''))
         lines += [f'  {key}: not in the file, keeps its own start' for key in self.kept]
+        lines += [f'  {self.note}'] if self.note else []
         return '\n'.join(lines)
 
 
@@ -71,6 +73,9 @@ def translate(
     name = recognise(theirs, source)
     report = TranslationReport(name)
     ours = _translate(theirs, backbone, name, report)
+    computed = FORMATS[name].computed(ours, backbone)
+    ours = {key: value for key, value in ours.items() if key not in computed}
+    report.dropped |= computed
     target = backbone.state_dict()
     if keep is not None:
         kept = {key for key in target if re.fullmatch(keep, key)}
@@ -79,6 +84,7 @@ def translate(
         report.kept += sorted(kept)
     ours = _fit(ours, target, report, resize)
     _check_function(ours, backbone, name, warm_start)
+    report.note = FORMATS[name].note(ours)
     if settings is not None:
         check_origin(settings, backbone)
     report.used += len(ours)
@@ -175,11 +181,14 @@ def _check_function(ours: State, backbone: nn.Module, name: str, warm_start: flo
             continue
         attention = key.rpartition('.attn.')[0] + '.attn'
         heads, given = FORMATS[name].heads(attention, ours), backbone.get_submodule(attention).num_heads
-        if heads is not None and heads != given:
+        possible = heads if isinstance(heads, tuple) else (heads,)
+        if heads is not None and given not in possible:
+            example = f'num_heads={possible[0]})'
+            if FORMATS[name].backbone == 'PVTDTN':
+                example = 'num_heads=(1, 2, 5, 8), norm_heads=(4, 4, 5, 8)), where norm_heads are those of DTN'
             raise ValueError(
-                f'{attention} has {heads} heads in {name} files, but {given} in the target: choose an arch with the '
-                "heads of the file, as arch=dict(base='tiny', num_heads=(1, 2, 5, 8), norm_heads=(4, 4, 5, 8)) for PVT "
-                'with LayerNorm, where norm_heads are those of DTN.'
+                f'{attention} has {" or ".join(map(str, possible))} heads in {name} files, but {given} in the target: '
+                f'choose an arch with the heads of the file, as arch=dict(base=..., {example}.'
             )
     if why_not := FORMATS[name].check(backbone):
         raise ValueError(f'{name} files {why_not}')
@@ -193,8 +202,8 @@ def _check_eps(ours: State, backbone: nn.Module, name: str) -> None:
             continue
         eps = FORMATS[name].eps(norm, ours)
         if eps is not None and eps != module.eps:
-            needed = FORMATS[name].settings
-            example = f' For this file other_norm_cfg is {needed["other_norm_cfg"]}.' if needed else ''
+            needed = FORMATS[name].settings(ours).get('other_norm_cfg')
+            example = f' For this file other_norm_cfg is {needed}.' if needed else ''
             raise ValueError(
                 f'{norm} has eps={eps} in {name} files, but eps={module.eps} in the target, which would compute '
                 'something else. Give the eps of the file in norm_cfg or other_norm_cfg, whichever this norm is built '

@@ -3,9 +3,12 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
+import numpy as np
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from . import arithmetic
 from .arithmetic import Norm, State
@@ -103,6 +106,48 @@ def pvt(depths: Sequence[int] = (2, 2, 2, 2), of_dtn: Sequence[int] = (0, 0, 0))
     return dict(state)
 
 
+def sines(positions: int, channels: int) -> Tensor:
+    """T2T-ViT's own table, computed in double precision and kept in single."""
+    j = np.arange(channels)
+    angles = np.arange(positions)[:, None] / np.power(10000, 2 * (j // 2) / channels)
+    angles[:, 0::2], angles[:, 1::2] = np.sin(angles[:, 0::2]), np.cos(angles[:, 1::2])
+    return torch.tensor(angles, dtype=torch.float32)[None]
+
+
+def resized(table: Tensor, side: int) -> Tensor:
+    """As T2T-ViT's code resizes it for fine-tuning: bilinear, without the class token's row."""
+    before = round((table.shape[1] - 1) ** 0.5)
+    grid = table[:, 1:].transpose(1, 2).unflatten(2, (before, before))
+    grid = F.interpolate(grid, (side, side), mode='bilinear').flatten(2).transpose(1, 2)
+    return torch.cat((table[:, :1], grid), 1)
+
+
+def t2t(width: int = 256, depth: int = 7, ratio: int = 2, performer: bool = True, table: Tensor | None = None) -> State:
+    """The names of T2T-ViT's authors."""
+    state = Weights()
+    state.position('cls_token', 1, 1, width)
+    state['pos_embed'] = sines(197, width) if table is None else table
+    for i, inputs in ((1, 147), (2, 576)):
+        name = f'tokens_to_token.attention{i}'
+        state.norm(f'{name}.norm1', inputs)
+        state.norm(f'{name}.norm2', 64)
+        if performer:
+            state[f'{name}.w'] = nn.init.orthogonal_(torch.empty(32, 64)) * 32**0.5
+            state.layer(f'{name}.kqv', 192, inputs)
+            state.layer(f'{name}.proj', 64, 64)
+        else:
+            state.layer(f'{name}.attn.qkv', 192, inputs, bias=False)
+            state.layer(f'{name}.attn.proj', 64, 64)
+        for theirs in ('mlp.0', 'mlp.2') if performer else ('mlp.fc1', 'mlp.fc2'):
+            state.layer(f'{name}.{theirs}', 64, 64)
+    state.layer('tokens_to_token.project', width, 576)
+    for i in range(depth):
+        state.block(f'blocks.{i}', width, ratio, bias=False)
+    state.norm('norm', width)
+    state.layer('head', 10, width)
+    return dict(state)
+
+
 def authors_norm(heads: int, side: int = 14, pool: int = 1) -> Norm:
     """The dense DTN of the authors, with the tensors of one layer."""
 
@@ -131,7 +176,28 @@ def _timm_vit(name: str, width: int, heads: int) -> Case:
     return Case(f'DeiT-{name}', partial(vit, width, bias=True), compute, (name,))
 
 
+def _t2t(name: str, width: int, depth: int, heads: int, ratio: int = 3, **others: Any) -> Case:
+    state = partial(t2t, width, depth, ratio, performer=not name.startswith('t-'), **others)
+    return Case(f'T2T-ViT-{name}', state, partial(arithmetic.t2t, heads=heads, depth=depth), (name,))
+
+
+def _t2t_with_other_positions(name: str, table: Tensor, side: int, *says: str) -> Case:
+    compute = partial(arithmetic.t2t, heads=4, depth=7)
+    return Case(f'T2T-ViT-7, {name}', partial(t2t, table=table), compute, ('7',), says, side)
+
+
 CASES = [
+    *(_t2t('7', 256, 7, 4, ratio=2), _t2t('10', 256, 10, 4, ratio=2), _t2t('12', 256, 12, 4, ratio=2)),
+    *(_t2t('14', 384, 14, 6), _t2t('14-resnext', 384, 14, 32), _t2t('14-wide', 768, 4, 12)),
+    *(_t2t('19', 448, 19, 7), _t2t('24', 512, 24, 8), _t2t('t-14', 384, 14, 6)),
+    _t2t_with_other_positions('sines at 288 px', sines(325, 256), 288, "'img_size': 288"),
+    _t2t_with_other_positions('resized to 288 px', resized(sines(197, 256), 18), 288, "'learned_positions': True"),
+    _t2t_with_other_positions(
+        'learned positions',
+        (torch.randn(1, 197, 256, generator=torch.Generator().manual_seed(2)) * 256).round() / 4096,
+        224,
+        "'learned_positions': True",
+    ),
     *(_authors_vit(*size) for size in (('t*', 192, 4), ('s', 384, 6), ('s*', 432, 9), ('b', 768, 12), ('b*', 768, 16))),
     *(_timm_vit(*size) for size in (('t', 192, 3), ('s', 384, 6))),
     Case('PVT-tiny', pvt, partial(arithmetic.pvt, heads=(1, 2, 5, 8)), ('tiny',)),

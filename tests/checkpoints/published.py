@@ -17,6 +17,8 @@ from mmpretrain.models.backbones import LeViT, VisionTransformer
 from mmpretrain.models.backbones import SwinTransformer as MMPretrainSwin
 from torch import Tensor, nn
 
+from mmdtn.checkpoints.t2t import sines
+
 from ..backbones.helpers import randomised
 from ..backbones.test_t2t import mmpretrains as t2t_of_mmpretrain
 
@@ -209,7 +211,7 @@ def t2t() -> Published:
         }.items():
             key = key.replace(theirs, authors)
         state[key] = value
-    state['pos_embed'] = torch.zeros(1, 197, 384)
+    state['pos_embed'] = sines(197, 384)[None]
     file = dict(state_dict_ema=state)
     return Published(file, published.compute, published.backbone, 't-14', 't2t')
 

@@ -10,7 +10,7 @@ import torch
 from mmengine.registry import MODELS
 
 from mmdtn import checkpoints
-from mmdtn.backbones import PVTDTN, ViTDTN
+from mmdtn.backbones import PVTDTN, T2TViTDTN, ViTDTN
 from tools.model_converters import convert
 
 from . import arithmetic, files
@@ -91,3 +91,44 @@ def test_an_eps_of_1e_6_would_be_another_model():
 def test_another_eps_is_refused(state, model, words):
     with pytest.raises(ValueError, match=words):
         checkpoints.translate(state(), model())
+
+
+@pytest.mark.parametrize(
+    ('table', 'options', 'words'),
+    [
+        (
+            files.resized(files.sines(197, 256), 18),
+            dict(img_size=288),
+            'not the table.*learned_positions.*img_size=288',
+        ),
+        (torch.zeros(1, 197, 256), {}, 'not the table.*learned_positions=True.*224'),
+        (files.sines(325, 256), {}, 'for 288 px.*for 224 px.*img_size=288'),
+        (files.sines(190, 256), {}, '190 rows'),
+    ],
+)
+def test_other_positions_are_not_dropped(table, options, words):
+    with pytest.raises(ValueError, match=words):
+        checkpoints.translate(files.t2t(table=table), T2TViTDTN('7', norm_cfg=LN, **options))
+
+
+@pytest.mark.parametrize('dtype', [torch.float16, torch.bfloat16, torch.float64])
+def test_the_table_is_known_in_every_precision(dtype):
+    state = {key: value.to(dtype) for key, value in files.t2t().items()}
+    _, report = checkpoints.translate(state, T2TViTDTN('7', norm_cfg=LN))
+    assert 'pos_embed' in report.dropped
+
+
+def test_learned_positions_start_as_the_table():
+    model = T2TViTDTN('7', norm_cfg=LN, learned_positions=True)
+    model.init_weights()
+    assert torch.equal(model.pos_embed.flatten(1, 2), files.sines(197, 256)[:, 1:])
+    assert model.pos_embed.requires_grad and 'pos_embed' in model.state_dict()
+
+
+@pytest.mark.parametrize('heads', [6, 32])
+def test_heads_that_tensors_do_not_tell_are_said(heads):
+    state = files.t2t(384, 14, 3)
+    model = T2TViTDTN(dict(base='14', num_heads=heads), norm_cfg=LN)
+    assert '6 heads' in str(checkpoints.translate(state, model)[1])
+    with pytest.raises(ValueError, match=r'6 or 32 heads .* 12 .*num_heads=6'):
+        checkpoints.translate(state, T2TViTDTN(dict(base='14', num_heads=12), norm_cfg=LN))

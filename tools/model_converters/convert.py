@@ -50,7 +50,8 @@ def from_config(path: str) -> Config:
 
 def from_arch(name: str, state: State, said: str, warm_start: bool) -> Config:
     """The backbone that computes what the model of the file does, with a class token where that has one."""
-    file = recognise(split(state)[0], said)
+    theirs = split(state)[0]
+    file = recognise(theirs, said)
     kind = FORMATS[file]
     if kind.is_own:
         raise ValueError('A file of this package needs --to CONFIG: its tensors do not tell how it was configured.')
@@ -58,7 +59,7 @@ def from_arch(name: str, state: State, said: str, warm_start: bool) -> Config:
         raise ValueError(f'A {file} file needs --to CONFIG: it holds a whole model, a {kind.backbone}.')
     norm_cfg = kind.norm_cfg
     arch: str | dict = name
-    options: dict[str, Any] = dict(out_type=kind.out_type, **kind.settings)
+    options: dict[str, Any] = dict(out_type=kind.out_type, **kind.settings(theirs))
     if warm_start and norm_cfg != DTN_AUTHORS:
         norm_cfg = dict(type='DTN', prenorm=False, eps=kind.eps('blocks.0.norm1', {}) or 1e-5)
         if kind.backbone == 'PVTDTN':
