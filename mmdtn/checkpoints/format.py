@@ -36,6 +36,7 @@ class Format:
             ValueError if the backbone computes something else.
         check: Says why a backbone would compute something else with the weights of such files; '' where it does not.
         note: What the user has to know about a file whose tensors do not tell all, by the translated state.
+        in_auto: Whether a file with such keys has this format unless the user names another, by its tensors.
         norm_cfg: Normaliser with which the backbone computes what the model of the file does.
         out_type: Output with which it gives what that model gives; None: the file holds a whole model.
     """
@@ -51,6 +52,7 @@ class Format:
     computed: Callable[[State, nn.Module], dict[str, str]] = lambda state, backbone: {}
     check: Callable[[nn.Module], str] = lambda backbone: ''
     note: Callable[[State], str] = lambda state: ''
+    in_auto: Callable[[State], bool] = lambda state: True
     norm_cfg: Mapping[str, Any] | None = field(default_factory=lambda: dict(type='LN'))
     out_type: str | None = None
 

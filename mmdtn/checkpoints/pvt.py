@@ -92,6 +92,15 @@ def _own_heads(attention: str, state: State) -> int | None:
     return published_heads(attention, state) if published and not with_dtn else None
 
 
+def _note(state: State) -> str:
+    if 'stages.0.pos_embed' not in state:  # version 2
+        return ''
+    return (
+        "heads 1, 2, 5, 8 as in whai362/PVT. The DTN authors' PVT with LayerNorm has the same tensors and heads "
+        "4, 4, 5, 8: --from dtn, or source='dtn' in init_cfg, if the file is theirs"
+    )
+
+
 FORMATS = {
     'pvt': Format(
         'PVTDTN',
@@ -100,6 +109,7 @@ FORMATS = {
         misses=(r'.*norm_weight$',),
         heads=published_heads,
         eps=published_eps,
+        note=_note,
         out_type='cls_token',
     ),
     'mmdet-pvt': Format(

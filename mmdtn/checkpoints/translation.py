@@ -83,7 +83,7 @@ def translate(
         target = {key: value for key, value in target.items() if key not in kept}
         report.kept += sorted(kept)
     ours = _fit(ours, target, report, resize)
-    _check_function(ours, backbone, name, warm_start)
+    _check_function(ours, backbone, name, warm_start, configured=settings is not None)
     report.note = FORMATS[name].note(ours)
     if settings is not None:
         check_origin(settings, backbone)
@@ -174,10 +174,10 @@ def _resize(key: str, value: Tensor, want: Tensor) -> Tensor | None:
     return None
 
 
-def _check_function(ours: State, backbone: nn.Module, name: str, warm_start: float | None) -> None:
+def _check_function(ours: State, backbone: nn.Module, name: str, warm_start: float | None, configured: bool) -> None:
     """That the model computes with these tensors what the file's model did: what no shape tells."""
     for key in ours:
-        if not re.search(r'\.attn\.(q|qkv)\.weight$', key):
+        if not re.search(r'\.attn\.(q|qkv)\.weight$', key) or (FORMATS[name].is_own and configured):
             continue
         attention = key.rpartition('.attn.')[0] + '.attn'
         heads, given = FORMATS[name].heads(attention, ours), backbone.get_submodule(attention).num_heads
@@ -185,10 +185,13 @@ def _check_function(ours: State, backbone: nn.Module, name: str, warm_start: flo
         if heads is not None and given not in possible:
             example = f'num_heads={possible[0]})'
             if FORMATS[name].backbone == 'PVTDTN':
-                example = 'num_heads=(1, 2, 5, 8), norm_heads=(4, 4, 5, 8)), where norm_heads are those of DTN'
+                stages = tuple(FORMATS[name].heads(f'stages.{i}.blocks.0.attn', ours) for i in range(4))
+                example = f'num_heads={stages}, norm_heads=(4, 4, 5, 8)), where norm_heads are those of DTN'
+            note = FORMATS[name].note(ours)
+            note = f' In this file: {note}' if note else ''
             raise ValueError(
                 f'{attention} has {" or ".join(map(str, possible))} heads in {name} files, but {given} in the target: '
-                f'choose an arch with the heads of the file, as arch=dict(base=..., {example}.'
+                f'choose an arch with the heads of the file, as arch=dict(base=..., {example}.{note}'
             )
     if why_not := FORMATS[name].check(backbone):
         raise ValueError(f'{name} files {why_not}')

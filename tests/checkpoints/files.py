@@ -171,6 +171,12 @@ def _authors_vit(name: str, width: int, heads: int) -> Case:
     return Case(f'DTN ViT-{name}', partial(vit, width, of_dtn=heads), compute, (name, '--from', 'dtn'), says)
 
 
+def _layer_vit(name: str, width: int, heads: int) -> Case:
+    compute = partial(arithmetic.vit, heads=heads, eps=1e-5, cls_from=10)
+    says = ('dtn-vit-ln', "'cls_from': 10", 'gnorm')
+    return Case(f'DTN authors ViT-{name}, LN', partial(vit, width), compute, (name,), says)
+
+
 def _timm_vit(name: str, width: int, heads: int) -> Case:
     compute = partial(arithmetic.vit, heads=heads, eps=1e-6)
     return Case(f'DeiT-{name}', partial(vit, width, bias=True), compute, (name,))
@@ -199,8 +205,16 @@ CASES = [
         "'learned_positions': True",
     ),
     *(_authors_vit(*size) for size in (('t*', 192, 4), ('s', 384, 6), ('s*', 432, 9), ('b', 768, 12), ('b*', 768, 16))),
+    *(_layer_vit(*size) for size in (('t', 192, 3), ('t*', 192, 4), ('s', 384, 6), ('s*', 432, 9), ('b*', 768, 16))),
     *(_timm_vit(*size) for size in (('t', 192, 3), ('s', 384, 6))),
-    Case('PVT-tiny', pvt, partial(arithmetic.pvt, heads=(1, 2, 5, 8)), ('tiny',)),
+    Case('PVT-tiny', pvt, partial(arithmetic.pvt, heads=(1, 2, 5, 8)), ('tiny',), ('--from dtn',)),
+    Case(
+        'DTN authors PVT-tiny, LN',
+        pvt,
+        partial(arithmetic.pvt, heads=(4, 4, 5, 8)),
+        ('tiny', '--from', 'dtn'),
+        ("'num_heads': (4, 4, 5, 8)",),
+    ),
     Case(
         'PVT-small',
         partial(pvt, (3, 4, 6, 3)),

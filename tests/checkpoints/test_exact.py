@@ -4,6 +4,7 @@
 """
 
 import sys
+from functools import partial
 
 import pytest
 import torch
@@ -132,3 +133,54 @@ def test_heads_that_tensors_do_not_tell_are_said(heads):
     assert '6 heads' in str(checkpoints.translate(state, model)[1])
     with pytest.raises(ValueError, match=r'6 or 32 heads .* 12 .*num_heads=6'):
         checkpoints.translate(state, T2TViTDTN(dict(base='14', num_heads=12), norm_cfg=LN))
+
+
+LAYER = dict(norm_cfg=dict(LN, eps=1e-5))
+
+
+@pytest.mark.parametrize(
+    ('state', 'model', 'source', 'words'),
+    [
+        (partial(files.vit, 384), lambda: ViTDTN('s', **LAYER), 'auto', r'from block 10.*before block 0.*cls_from=10'),
+        (
+            partial(files.vit, 384),
+            lambda: ViTDTN(dict(base='s', num_heads=12), **LAYER, cls_from=10),
+            'auto',
+            r'6 heads in dtn-vit-ln files, but 12 .*num_heads=6\)',
+        ),
+        (
+            partial(files.vit, 384, class_position=True),
+            lambda: ViTDTN('s', **LAYER, cls_from=10),
+            'dtn',
+            'class position',
+        ),
+        (
+            partial(files.vit, 192, of_dtn=4),
+            lambda: ViTDTN('t*', norm_cfg=AUTHORS, cls_from=0),
+            'auto',
+            'behind the 10 blocks',
+        ),
+        (
+            files.pvt,
+            lambda: PVTDTN(dict(base='tiny', num_heads=(4, 4, 5, 8)), norm_cfg=LN),
+            'auto',
+            r'1 heads in pvt files, but 4 .*num_heads=\(1, 2, 5, 8\).*--from dtn',
+        ),
+        (
+            files.pvt,
+            lambda: PVTDTN('tiny', norm_cfg=LN),
+            'dtn',
+            r'4 heads in dtn-pvt-ln files, but 1 .*num_heads=\(4, 4, 5, 8\)',
+        ),
+    ],
+)
+def test_another_class_token_and_other_heads_are_refused(state, model, source, words):
+    with pytest.raises(ValueError, match=words):
+        checkpoints.translate(state(), model(), source)
+
+
+@pytest.mark.parametrize('norm', ['GN', 'IN'])
+def test_the_target_says_which_norm_a_file_of_the_dtn_authors_has(norm):
+    model = ViTDTN('s*', norm_cfg=dict(type=norm), cls_from=10, other_norm_cfg=dict(LN, eps=1e-5))
+    _, report = checkpoints.translate(files.vit(432), model)
+    assert 'norms are those of the target' in str(report)

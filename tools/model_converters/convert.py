@@ -16,7 +16,7 @@ from mmengine.config import Config
 import mmdtn
 from mmdtn import checkpoints
 from mmdtn.backbones.base import Backbone
-from mmdtn.backbones.pvt import DTN_HEADS, LN_HEADS
+from mmdtn.backbones.pvt import DTN_HEADS, STAGES
 from mmdtn.checkpoints.dtn import NORM_CFG as DTN_AUTHORS
 from mmdtn.checkpoints.format import State
 from mmdtn.checkpoints.formats import FORMATS, recognise
@@ -58,14 +58,16 @@ def from_arch(name: str, state: State, said: str, warm_start: bool) -> Config:
     if kind.out_type is None:
         raise ValueError(f'A {file} file needs --to CONFIG: it holds a whole model, a {kind.backbone}.')
     norm_cfg = kind.norm_cfg
-    arch: str | dict = name
+    arch: Any = name
     options: dict[str, Any] = dict(out_type=kind.out_type, **kind.settings(theirs))
+    if kind.backbone == 'PVTDTN' and norm_cfg != DTN_AUTHORS:
+        arch = dict(base=name, num_heads=tuple(kind.heads(f'stages.{i}.blocks.0.attn', {}) for i in range(STAGES)))
     if warm_start and norm_cfg != DTN_AUTHORS:
         norm_cfg = dict(type='DTN', prenorm=False, eps=kind.eps('blocks.0.norm1', {}) or 1e-5)
         if kind.backbone == 'PVTDTN':
-            arch = dict(base=name, num_heads=LN_HEADS, norm_heads=DTN_HEADS)
+            arch |= dict(norm_heads=DTN_HEADS)
         elif kind.backbone in ('ViTDTN', 'T2TViTDTN'):
-            options['cls_from'] = 0  # as in the file
+            options.setdefault('cls_from', 0)  # as in the file
     return Config(dict(model=dict(type=kind.backbone, arch=arch, norm_cfg=norm_cfg, **options)))
 
 
