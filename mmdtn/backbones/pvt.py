@@ -31,7 +31,8 @@ class PVTDTN(Backbone):
             PVT, or any registered one that works on ``B x H x W x C``.
         dtn_stages: Stages, from 0, whose blocks take ``norm_cfg``.
         other_norm_cfg: Normaliser of the other blocks, of patch embeddings and spatial reductions, of stages (PVTv2)
-            and of the end; not DTN.
+            and of the end; not DTN. Unless it gives ``eps``, the norms of patch embeddings and reductions have 1e-5
+            and the others 1e-6, as published. MMDetection's PVT has 1e-6 everywhere.
         out_indices: Stages whose maps ``'featmap'`` returns.
         out_type: ``'featmap'``, a tuple of ``B x C x H x W``, or ``'cls_token'``, a tuple of one ``B x C``, for
             classification: the class token of PVT, the mean over the last map of PVTv2.
@@ -96,7 +97,7 @@ class PVTDTN(Backbone):
         for i, width in enumerate(a['widths']):
             side = -(-side // (4 if i == 0 else 2))
             place = Place(a['norm_heads'][i], POOL_SIZES[i], eps=1e-6)
-            near_conv = place._replace(eps=1e-5 if second else 1e-6)
+            near_conv = place._replace(eps=1e-5)  # as published; MMDetection's port has 1e-6
             embed_norm = build_norm(other_norm_cfg, width, near_conv)
             patch_embed = PatchEmbed(channels, width, 4 if i == 0 else 2, second, embed_norm)
             heads, sr_ratio, own = a['num_heads'][i], a['sr_ratios'][i], i in dtn_stages

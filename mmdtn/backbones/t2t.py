@@ -33,14 +33,16 @@ class T2TViTDTN(PlainBackbone):
     """T2T-ViT (arXiv 2101.11986) on maps ``B x H x W x C``, its first blocks normalised by DTN.
 
     Attention in front of the blocks works on a grid of a fourth of the image's side, too large for DTN. The position
-    embedding is a fixed table of sines.
+    embedding is a fixed table of sines, unless ``learned_positions``.
 
     Args:
-        arch: ``'t-14' | 't-19' | 't-24'``, whose token module attends as transformers do; ``'14'``, where it attends as
-            performers do; or a dict of the fields of ``ARCHS``; with a name under ``'base'``, only of those that differ
-            from it.
+        arch: ``'t-14' | 't-19' | 't-24'``, whose token module attends as transformers do; ``'7' | '10' | '12' | '14' |
+            '19' | '24' | '14-resnext' | '14-wide'``, where it attends as performers do; or a dict of the
+            fields of ``ARCHS``; with a name under ``'base'``, only of those that differ from it.
         img_size: Side of the images for which the position table is made; it is resized for others.
         in_channels: Channels of the image.
+        learned_positions: Makes the position embedding a parameter, which starts as the table of sines. It can hold the
+            positions of a file that has others.
         options: Fields of :class:`ViTOptions`; stage 0 of ``frozen_stages`` is the token module.
 
     Example:
@@ -55,6 +57,7 @@ class T2TViTDTN(PlainBackbone):
         arch: str | dict = 't-14',
         img_size: int = 224,
         in_channels: int = 3,
+        learned_positions: bool = False,
         **options: Any,
     ) -> None:
         a, shared = architecture(arch, ARCHS), ViTOptions(**options)
@@ -62,13 +65,20 @@ class T2TViTDTN(PlainBackbone):
         norm_cfg = check_other_norms(shared.other_norm_cfg)
         tokens = TokensToToken(in_channels, a['width'], a['performer'], norm_cfg=norm_cfg)
         pos_embed = sines(1 + side * side, a['width'])[1:].view(1, side, side, -1)  # row 0 is the class token's
+        if learned_positions:
+            pos_embed = nn.Parameter(pos_embed)
         super().__init__(a, tokens, pos_embed, shared, eps=EPS, qkv_bias=False)
 
     def init_weights(self) -> None:
         super().init_weights()
-        if self.init_cfg is None and self.cls_from is not None:
-            with torch.no_grad():
+        if self.init_cfg is not None:
+            return
+        with torch.no_grad():
+            if self.cls_from is not None:
                 self.cls_token.add_(sines(1, self.num_features).to(self.cls_token))
+            if isinstance(self.pos_embed, nn.Parameter):
+                table = sines(1 + self.pos_embed.shape[1:3].numel(), self.num_features)[1:]
+                self.pos_embed.copy_(table.view_as(self.pos_embed))
 
     def tokens(self, images: Tensor) -> Tensor:
         x = self.patch_embed(images)
@@ -166,22 +176,30 @@ class TokenPerformer(TokenLayer):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         with torch.autocast(q.device.type, enabled=False):  # exponentials of squares
-            q, k = UP * self.random_features(q.float()), self.random_features(k.float())
-            mixed = q @ (k.mT @ v.float())
+            precise = torch.promote_types(q.dtype, torch.float32)
+            q, k = UP * self.random_features(q.to(precise)), self.random_features(k.to(precise))
+            mixed = q @ (k.mT @ v.to(precise))
             return (mixed / (q @ k.sum(1)[..., None] + UP * 1e-8)).to(v.dtype)
 
     def random_features(self, x: Tensor) -> Tensor:
-        exponent = x @ self.features.float().mT - x.square().sum(-1, keepdim=True) / 2
+        exponent = x @ self.features.to(x.dtype).mT - x.square().sum(-1, keepdim=True) / 2
         return exponent.exp() / math.sqrt(RANDOM_FEATURES)
 
 
-def _t2t(width: int, depth: int, num_heads: int, performer: bool = False) -> dict[str, Any]:
-    return dict(width=width, depth=depth, num_heads=num_heads, mlp_ratio=3, performer=performer)
+def _t2t(width: int, depth: int, num_heads: int, performer: bool = False, mlp_ratio: int = 3) -> dict[str, Any]:
+    return dict(width=width, depth=depth, num_heads=num_heads, mlp_ratio=mlp_ratio, performer=performer)
 
 
 ARCHS = {
     't-14': _t2t(384, 14, 6),
     't-19': _t2t(448, 19, 7),
     't-24': _t2t(512, 24, 8),
+    '7': _t2t(256, 7, 4, performer=True, mlp_ratio=2),
+    '10': _t2t(256, 10, 4, performer=True, mlp_ratio=2),
+    '12': _t2t(256, 12, 4, performer=True, mlp_ratio=2),
     '14': _t2t(384, 14, 6, performer=True),
+    '19': _t2t(448, 19, 7, performer=True),
+    '24': _t2t(512, 24, 8, performer=True),
+    '14-resnext': _t2t(384, 14, 32, performer=True),
+    '14-wide': _t2t(768, 4, 12, performer=True),
 }

@@ -22,7 +22,7 @@ class ViTOptions:
     Args:
         norm_cfg: Normaliser of the first ``dtn_layers`` blocks: ``dict(type='DTN')``; ``dict(type='LN')`` is the
             published model, or any registered one that works on ``B x H x W x C``.
-        dtn_layers: How many blocks take ``norm_cfg``.
+        dtn_layers: How many blocks take ``norm_cfg``; None: 10, or all if there are fewer.
         other_norm_cfg: Normaliser of all other blocks and layers, and of the one behind the last block; not DTN.
         cls_from: Block, from 0, before which the class token joins. None: for ``'cls_token'`` after the blocks with
             DTN or ``rpe``, or before the first with another normaliser; for the other outputs never.
@@ -38,7 +38,7 @@ class ViTOptions:
     """
 
     norm_cfg: dict = field(default_factory=lambda: dict(type='DTN'))
-    dtn_layers: int = 10
+    dtn_layers: int | None = None
     other_norm_cfg: dict = field(default_factory=lambda: dict(type='LN'))
     cls_from: int | None = None
     out_indices: Sequence[int] = (-1,)
@@ -68,9 +68,10 @@ class PlainBackbone(Backbone):
         rpe: bool | str = False,
     ) -> None:
         super().__init__(options.frozen_stages, options.norm_eval, options.init_cfg)
-        norm_cfg, other_norm_cfg, dtn_layers = options.norm_cfg, options.other_norm_cfg, options.dtn_layers
+        norm_cfg, other_norm_cfg = options.norm_cfg, options.other_norm_cfg
         out_indices, out_type, cls_from = options.out_indices, options.out_type, options.cls_from
         width, depth, num_heads = arch['width'], arch['depth'], arch['num_heads']
+        dtn_layers = min(10, depth) if options.dtn_layers is None else options.dtn_layers
         if out_type not in ('cls_token', 'avg_featmap', 'featmap'):
             raise ValueError(f"out_type={out_type!r}: choose 'cls_token', 'avg_featmap' or 'featmap'.")
         if not all(-depth <= i < depth for i in out_indices) or not 0 <= dtn_layers <= depth:
@@ -168,6 +169,8 @@ class ViTDTN(PlainBackbone):
         img_size: Side of the images for which the position embedding is held; it is resized for others.
         patch_size: Side of a patch.
         in_channels: Channels of the image.
+        norm_cfg: See :class:`ViTOptions`. Unless ``other_norm_cfg`` gives ``eps``, its norms take that of ``norm_cfg``:
+            by default 1e-5 with DTN, as published, and 1e-6 without, as in timm.
         rpe: True adds relative position to the attention of the first ``dtn_layers`` blocks, as DTN's P has it (Eq. 6):
             three numbers for each head. ``'local'`` starts them as Eq. 7 says.
         options: Fields of :class:`ViTOptions`.
@@ -192,7 +195,10 @@ class ViTDTN(PlainBackbone):
         side = -(-img_size // patch_size)
         patch_embed = nn.Conv2d(in_channels, a['width'], patch_size, patch_size)
         pos_embed = nn.Parameter(torch.zeros(1, side, side, a['width']))
-        super().__init__(a, patch_embed, pos_embed, ViTOptions(**options), eps=1e-6, qkv_bias=True, rpe=rpe)
+        shared = ViTOptions(**options)
+        # One eps for all norms. The published DTN models have torch's default, timm's ViT and DeiT have 1e-6.
+        eps = shared.norm_cfg.get('eps', 1e-5 if needs_grid(shared.norm_cfg) else 1e-6)
+        super().__init__(a, patch_embed, pos_embed, shared, eps=eps, qkv_bias=True, rpe=rpe)
         self.patch_size = patch_size
 
     def tokens(self, images: Tensor) -> Tensor:

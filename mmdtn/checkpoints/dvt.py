@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from .format import Format, State
-from .t2t import sines
+from .t2t import is_sines
 
 PREFIXES = ('less_less_token', 'less_token', 'normal_token')  # 7 x 7, 10 x 10, 14 x 14 tokens
 # Ours and theirs, within an exit; theirs has the spelling mistake.
@@ -40,7 +40,7 @@ def from_dvt(state: State) -> State:
         if prefix not in present or not PART.fullmatch(part):
             raise ValueError(f'{key} is no key of a published DVT.')
         if part == 'pos_embed' and computed:
-            if not torch.allclose(value, sines(*value.shape[1:])[None], atol=1e-5):
+            if not is_sines(value):
                 raise ValueError(f'{key} is not the table of sines that every T2T-ViT has.')
             continue
         if '.kqv.' in part:

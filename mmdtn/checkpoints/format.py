@@ -9,7 +9,8 @@ from torch import nn
 
 from .files import State
 
-Heads = Callable[[str, State], int | None]
+Heads = Callable[[str, State], int | tuple[int, ...] | None]
+Eps = Callable[[str, State], float | None]
 
 
 def as_they_are(state: State) -> State:
@@ -27,8 +28,15 @@ class Format:
         convert: Translates a state dict.
         misses: Patterns that match no key of such a file.
         dropped: Patterns of keys that the backbone has no use for, each with the reason.
-        heads: Number of heads of an attention, by its name and the translated state, or None where files do not tell.
+        heads: Number of heads of an attention, or all that it may have, by its name and the translated state, or None
+            where files do not tell.
+        eps: What a norm adds to the variance, by its name and the translated state, or None where files do not tell.
+        settings: Arguments, other than defaults, that the backbone needs for a file, by the tensors of the file.
+        computed: Keys of the translated state that the backbone computes itself, each with the reason. Raises
+            ValueError if the backbone computes something else.
         check: Says why a backbone would compute something else with the weights of such files; '' where it does not.
+        note: What the user has to know about a file whose tensors do not tell all, by the translated state.
+        in_auto: Whether a file with such keys has this format unless the user names another, by its tensors.
         norm_cfg: Normaliser with which the backbone computes what the model of the file does.
         out_type: Output with which it gives what that model gives; None: the file holds a whole model.
     """
@@ -39,7 +47,12 @@ class Format:
     misses: tuple[str, ...] = ()
     dropped: Mapping[str, str] = field(default_factory=dict)
     heads: Heads = lambda attention, state: None
+    eps: Eps = lambda norm, state: None
+    settings: Callable[[State], dict[str, Any]] = lambda state: {}
+    computed: Callable[[State, nn.Module], dict[str, str]] = lambda state, backbone: {}
     check: Callable[[nn.Module], str] = lambda backbone: ''
+    note: Callable[[State], str] = lambda state: ''
+    in_auto: Callable[[State], bool] = lambda state: True
     norm_cfg: Mapping[str, Any] | None = field(default_factory=lambda: dict(type='LN'))
     out_type: str | None = None
 

@@ -1,8 +1,7 @@
 """All formats of checkpoints, and which of them a file has."""
 
-from collections.abc import Iterable
-
 from . import dtn, dvt, levit, pvt, swin, t2t, vit
+from .format import State
 
 FORMATS = {name: kind for family in (pvt, swin, vit, t2t, levit, dtn, dvt) for name, kind in family.FORMATS.items()}
 # What users say, where it is not the name of one format: the candidates.
@@ -11,12 +10,14 @@ GROUPS['auto'] = tuple(FORMATS)
 CHOICES = (*(name for name in FORMATS if name.partition('-')[0] not in GROUPS), *GROUPS)
 
 
-def recognise(keys: Iterable[str], said: str) -> str:
-    """The one format that has such keys, among those that ``said`` stands for."""
+def recognise(state: State, said: str) -> str:
+    """The one format that has such tensors, among those that ``said`` stands for."""
     if said not in CHOICES:
         raise ValueError(f'Unknown format {said!r}; choose one of {", ".join(CHOICES)}.')
-    keys, among = list(keys), GROUPS.get(said, (said,))
+    keys, among = list(state), GROUPS.get(said, (said,))
     fitting = [name for name in among if FORMATS[name].recognises(keys)]
+    if said == 'auto':
+        fitting = [name for name in fitting if FORMATS[name].in_auto(state)]
     if len(fitting) != 1:
         found = f'fit {fitting}' if fitting else 'fit none of them'
         raise ValueError(f'Tried the formats {", ".join(among)}: the keys {found}. The first keys are {keys[:4]}.')

@@ -61,6 +61,10 @@ def check_origin(settings: Mapping[str, Any], backbone: nn.Module) -> None:
         before, after = (getattr(m, 'num_heads', None) for m in (other, module))
         if name.endswith('attn') and None not in (before, after) and before != after:
             differences.append(f'{name} has {before} heads, not {after}')
+        norms = isinstance(module, (DTN, nn.LayerNorm)) and isinstance(other, (DTN, nn.LayerNorm))
+        before, after = (getattr(m, 'eps', None) for m in (other, module))
+        if norms and before != after:
+            differences.append(f'{name} has eps={before}, not {after}')
         if isinstance(module, DTN) and isinstance(other, DTN):
             before, after = (m.settings._replace(eps=0) for m in (other, module))
             if before != after:

@@ -79,12 +79,26 @@ def published_heads(attention: str, state: State) -> int:
     return (1, 2, 5, 8)[int(attention.split('.')[1])]
 
 
+def published_eps(norm: str, state: State) -> float:
+    """Of whai362/PVT and of timm's version of it: torch's default next to convolutions, 1e-6 elsewhere."""
+    return 1e-5 if norm.endswith(('patch_embed.norm', 'attn.norm')) else 1e-6
+
+
 def _own_heads(attention: str, state: State) -> int | None:
     """Of files of this package only the config tells them, but with LayerNorm at published widths these."""
     stage, width = int(attention.split('.')[1]), state[f'{attention}.q.weight'].shape[0]
     published = width in ((32, 64), (64, 128), (160, 320), (256, 512))[stage]
     with_dtn = any(key.endswith('.var_mix') for key in state)
     return published_heads(attention, state) if published and not with_dtn else None
+
+
+def _note(state: State) -> str:
+    if 'stages.0.pos_embed' not in state:  # version 2
+        return ''
+    return (
+        "heads 1, 2, 5, 8 as in whai362/PVT. The DTN authors' PVT with LayerNorm has the same tensors and heads "
+        "4, 4, 5, 8: --from dtn, or source='dtn' in init_cfg, if the file is theirs"
+    )
 
 
 FORMATS = {
@@ -94,6 +108,8 @@ FORMATS = {
         from_pvt,
         misses=(r'.*norm_weight$',),
         heads=published_heads,
+        eps=published_eps,
+        note=_note,
         out_type='cls_token',
     ),
     'mmdet-pvt': Format(
@@ -101,6 +117,8 @@ FORMATS = {
         (r'layers\.0\.0\.projection', r'layers\.0\.1\.'),
         from_mmdet_pvt,
         heads=published_heads,
+        eps=lambda norm, state: 1e-6,
+        settings=lambda state: dict(other_norm_cfg=dict(type='LN', eps=1e-6)),
         out_type='featmap',
     ),
     'timm-pvt': Format(
@@ -108,6 +126,7 @@ FORMATS = {
         (r'patch_embed\.proj', r'stages\.0\.blocks\.0\.attn\.kv'),
         from_timm_pvt_v2,
         heads=published_heads,
+        eps=published_eps,
         out_type='cls_token',
     ),
     'mmdtn-pvt': Format('PVTDTN', (r'stages\.0\.patch_embed\.proj',), heads=_own_heads),

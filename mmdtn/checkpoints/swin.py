@@ -59,7 +59,7 @@ def _rename(state: State, stages: str, merging_first: bool, whose: str) -> State
 
 
 def _format(convert: Callable[[State], State], *marks: str, misses: tuple[str, ...] = (), out_type: str) -> Format:
-    return Format('SwinDTN', marks, convert, misses, dropped=COMPUTED, out_type=out_type)
+    return Format('SwinDTN', marks, convert, misses, dropped=COMPUTED, eps=lambda norm, state: 1e-5, out_type=out_type)
 
 
 TABLE = r'0\.blocks\.0\.attn\.relative_position_bias_table'  # the bias tables have the number of heads in their shape

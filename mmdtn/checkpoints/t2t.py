@@ -1,27 +1,34 @@
 """T2T-ViT: formats of its checkpoints, and their translation, which depends on keys and tensors alone.
 
-Files hold the table of positions, which the model computes. Here the class token has no position, so that it can join
+Most files hold the table of sines, which the model computes. Here the class token has no position, so that it can join
 before any block: a translated token includes the position that it had.
 """
 
+import math
 import re
 from collections.abc import Callable
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from .format import Format, State, without
+from .format import Format, State
 from .vit import check_class_token, published_heads
 
-COMPUTED = {'pos_embed$': 'computed from the size of the image'}
+SCALE = 16  # pixels along the side of a token
 
 
 def from_t2t(state: State) -> State:
     """The authors' ``T2T_ViT``, its token module of transformers or of performers."""
     out: State = {}
-    for key, value in without(state, COMPUTED).items():
+    for key, value in state.items():
         if key == 'cls_token':
-            out[key] = (value + sines(1, value.shape[-1]).to(value))[:, None]
+            table = state.get('pos_embed', sines(1, value.shape[-1])[None])
+            precise = torch.promote_types(value.dtype, torch.float32)
+            out[key] = (value.to(precise) + table[:, :1].to(precise))[:, None]
+        elif key == 'pos_embed':
+            side = _side(value)
+            out[key] = value[:, 1:].reshape(1, side, side, -1)
         elif match := re.fullmatch(r'tokens_to_token\.(project\..+|attention[12]\..+)', key):
             out |= _token_layer(f'patch_embed.{match[1]}', value)
         elif '.attn.qkv.' in key:
@@ -67,13 +74,75 @@ def sines(positions: int, channels: int) -> Tensor:
     return torch.where(even, angles.sin(), angles.cos()).float()
 
 
+def is_sines(table: Tensor) -> bool:
+    """Whether ``table``, ``1 x positions x channels`` in any precision, is that of :func:`sines`."""
+    want = sines(*table.shape[1:])[None]
+    return torch.allclose(table.double(), want.double(), rtol=0, atol=max(1e-5, torch.finfo(table.dtype).eps))
+
+
+def _side(table: Tensor) -> int:
+    side = math.isqrt(table.shape[1] - 1)
+    if side * side != table.shape[1] - 1:
+        raise ValueError(
+            f'pos_embed has {table.shape[1]} rows: one for the class token and a square grid are expected.'
+        )
+    return side
+
+
+def _settings(state: State) -> dict[str, Any]:
+    """The image size of the table of positions, and whether it has to be taken from the file."""
+    table = state.get('pos_embed')
+    if table is None or table.dim() != 3:
+        return {}
+    size = SCALE * _side(table)
+    return (dict(img_size=size) if size != 224 else {}) | ({} if is_sines(table) else dict(learned_positions=True))
+
+
+def _computed(ours: State, backbone: nn.Module) -> dict[str, str]:
+    """The table of positions, if the model computes the same one."""
+    table, own = ours.get('pos_embed'), dict(backbone.named_buffers()).get('pos_embed')
+    if table is None or own is None:  # a parameter of the model takes any table
+        return {}
+    lead = sines(1, table.shape[3])[None].to(table)
+    img_size = SCALE * table.shape[1]
+    if not is_sines(torch.cat((lead, table.flatten(1, 2)), 1)):
+        raise ValueError(
+            'pos_embed is not the table of sines that the target computes: it was learned, or interpolated to another '
+            f'image size. A model with learned_positions=True and img_size={img_size} takes it.'
+        )
+    if table.shape != own.shape:
+        raise ValueError(
+            f'pos_embed is the table of sines for {img_size} px, but the target computes one for '
+            f'{SCALE * own.shape[1]} px: set img_size={img_size}. The model resizes the table for other images.'
+        )
+    return dict(pos_embed='the table of sines, which the model computes')
+
+
+def published_t2t_heads(attention: str, state: State) -> tuple[int, ...]:
+    """64 channels in each head, except that t2t_vit_14_resnext has 32 heads and the tensors of t2t_vit_14."""
+    heads = published_heads(attention, state)
+    performer = 'patch_embed.attention1.features' in state
+    return (heads, 32) if heads == 6 and performer else (heads,)
+
+
+def _note(state: State) -> str:
+    if len(published_t2t_heads('blocks.0.attn', state)) == 1:
+        return ''
+    return (
+        'the heads are those of the target: tensors of t2t_vit_14 (6 heads) and t2t_vit_14_resnext (32) look the same'
+    )
+
+
 def _format(convert: Callable[[State], State], *marks: str) -> Format:
     return Format(
         'T2TViTDTN',
         marks,
         convert,
-        dropped=COMPUTED,
-        heads=published_heads,
+        heads=published_t2t_heads,
+        eps=lambda norm, state: 1e-5,
+        settings=_settings,
+        computed=_computed,
+        note=_note,
         check=check_class_token,
         out_type='cls_token',
     )

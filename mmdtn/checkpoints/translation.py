@@ -34,6 +34,7 @@ class TranslationReport:
     dropped: dict[str, str] = field(default_factory=dict)
     filled: dict[str, str] = field(default_factory=dict)
     kept: list[str] = field(default_factory=list)
+    note: str = ''
 
     def __str__(self) -> str:
         lines = [f'{self.format}: {self.used} tensors from the file']
@@ -42,6 +43,7 @@ class TranslationReport:
             keys = [key for key in self.filled if self.filled[key] == why]
             lines.append(f'  {why}: {keys[0]}' + (f' and {len(keys) - 1} more' if keys[1:] else ''))
         lines += [f'  {key}: not in the file, keeps its own start' for key in self.kept]
+        lines += [f'  {self.note}'] if self.note else []
         return '\n'.join(lines)
 
 
@@ -71,6 +73,9 @@ def translate(
     name = recognise(theirs, source)
     report = TranslationReport(name)
     ours = _translate(theirs, backbone, name, report)
+    computed = FORMATS[name].computed(ours, backbone)
+    ours = {key: value for key, value in ours.items() if key not in computed}
+    report.dropped |= computed
     target = backbone.state_dict()
     if keep is not None:
         kept = {key for key in target if re.fullmatch(keep, key)}
@@ -78,11 +83,14 @@ def translate(
         target = {key: value for key, value in target.items() if key not in kept}
         report.kept += sorted(kept)
     ours = _fit(ours, target, report, resize)
-    _check_function(ours, backbone, name, warm_start)
+    _check_function(ours, backbone, name, warm_start, configured=settings is not None)
+    report.note = FORMATS[name].note(ours)
     if settings is not None:
         check_origin(settings, backbone)
     report.used += len(ours)
-    ours |= _fill(ours, target, report, backbone, warm_start)
+    filled = _fill(ours, target, report, backbone, warm_start)
+    _check_eps(ours, backbone, name)
+    ours |= filled
     if not whole:
         report.dropped |= dict.fromkeys(rest, 'not part of a backbone')
         return ours, report
@@ -166,21 +174,47 @@ def _resize(key: str, value: Tensor, want: Tensor) -> Tensor | None:
     return None
 
 
-def _check_function(ours: State, backbone: nn.Module, name: str, warm_start: float | None) -> None:
+def _check_function(ours: State, backbone: nn.Module, name: str, warm_start: float | None, configured: bool) -> None:
     """That the model computes with these tensors what the file's model did: what no shape tells."""
     for key in ours:
-        if not re.search(r'\.attn\.(q|qkv)\.weight$', key):
+        if not re.search(r'\.attn\.(q|qkv)\.weight$', key) or (FORMATS[name].is_own and configured):
             continue
         attention = key.rpartition('.attn.')[0] + '.attn'
         heads, given = FORMATS[name].heads(attention, ours), backbone.get_submodule(attention).num_heads
-        if heads is not None and heads != given:
+        possible = heads if isinstance(heads, tuple) else (heads,)
+        if heads is not None and given not in possible:
+            example = f'num_heads={possible[0]})'
+            if FORMATS[name].backbone == 'PVTDTN':
+                stages = tuple(FORMATS[name].heads(f'stages.{i}.blocks.0.attn', ours) for i in range(4))
+                example = f'num_heads={stages}, norm_heads=(4, 4, 5, 8)), where norm_heads are those of DTN'
+            note = FORMATS[name].note(ours)
+            note = f' In this file: {note}' if note else ''
             raise ValueError(
-                f'{attention} has {heads} heads in {name} files, but {given} in the target: choose an arch with the '
-                "heads of the file, as arch=dict(base='tiny', num_heads=(1, 2, 5, 8), norm_heads=(4, 4, 5, 8)) for PVT "
-                'with LayerNorm, where norm_heads are those of DTN.'
+                f'{attention} has {" or ".join(map(str, possible))} heads in {name} files, but {given} in the target: '
+                f'choose an arch with the heads of the file, as arch=dict(base=..., {example}.{note}'
             )
     if why_not := FORMATS[name].check(backbone):
         raise ValueError(f'{name} files {why_not}')
+    _check_warm_start(backbone, warm_start)
+
+
+def _check_eps(ours: State, backbone: nn.Module, name: str) -> None:
+    """Raises ValueError if a norm adds another number to the variance than the norm of the file did."""
+    for norm, module in backbone.named_modules():
+        if not isinstance(module, (nn.LayerNorm, DTN)) or f'{norm}.weight' not in ours:
+            continue
+        eps = FORMATS[name].eps(norm, ours)
+        if eps is not None and eps != module.eps:
+            needed = FORMATS[name].settings(ours).get('other_norm_cfg')
+            example = f' For this file other_norm_cfg is {needed}.' if needed else ''
+            raise ValueError(
+                f'{norm} has eps={eps} in {name} files, but eps={module.eps} in the target, which would compute '
+                'something else. Give the eps of the file in norm_cfg or other_norm_cfg, whichever this norm is built '
+                f'from.{example}'
+            )
+
+
+def _check_warm_start(backbone: nn.Module, warm_start: float | None) -> None:
     layers = [m for m in backbone.modules() if isinstance(m, DTN)]
     for layer in layers:
         s = layer.settings

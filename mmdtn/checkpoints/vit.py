@@ -1,5 +1,6 @@
 """ViT: formats of its checkpoints, and their translation, which depends on keys and shapes alone."""
 
+import math
 import re
 
 from torch import nn
@@ -47,6 +48,12 @@ def from_mmpretrain_vit(state: State) -> State:
     return from_timm_vit(out)
 
 
+def is_of_dtns_authors(state: State) -> bool:
+    """Whether a file with timm's keys and LayerNorm is of the DTN authors: no bias in qkv, no class position."""
+    position = state['pos_embed']
+    return 'blocks.0.attn.qkv.bias' not in state and math.isqrt(position.shape[1]) ** 2 == position.shape[1]
+
+
 def published_heads(attention: str, state: State) -> int:
     return state[f'{attention}.q.weight'].shape[0] // 64  # so it is in all ViT, DeiT and T2T-ViT
 
@@ -67,7 +74,9 @@ FORMATS = {
         (r'patch_embed\.proj', r'blocks\.0\.attn\.qkv', 'cls_token', 'pos_embed'),
         from_timm_vit,
         misses=(r'.*norm_weight$', 'dist_token'),
+        in_auto=lambda state: not is_of_dtns_authors(state),
         heads=published_heads,
+        eps=lambda norm, state: 1e-6,
         check=check_class_token,
         out_type='cls_token',
     ),
@@ -76,6 +85,7 @@ FORMATS = {
         (r'patch_embed\.projection', r'layers\.0\.ln1\.', 'cls_token'),
         from_mmpretrain_vit,
         heads=published_heads,
+        eps=lambda norm, state: 1e-6,
         check=check_class_token,
         out_type='cls_token',
     ),

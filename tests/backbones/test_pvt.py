@@ -28,7 +28,7 @@ def test_layernorm_mode_is_mmdetections_pvt(arch, depths):
     peer = PyramidVisionTransformer(num_layers=depths)
     peer.init_weights()
     randomised(peer)
-    ours = PVTDTN(arch, norm_cfg=LN).eval()
+    ours = PVTDTN(arch, norm_cfg=LN, other_norm_cfg=dict(LN, eps=1e-6)).eval()
     ours.load_state_dict(from_mmdet_pvt(peer.state_dict()))
     for size in ((224, 224), (192, 320)):
         x = torch.randn(2, 3, *size)
@@ -77,8 +77,12 @@ def test_where_dtn_sits():
         (2, 4),
         (5, 5),
     ]
-    eps = {m.eps for m in PVTDTN('tiny', norm_cfg=LN).modules() if isinstance(m, nn.LayerNorm)}
-    assert eps == {1e-6}
+    for arch in ('tiny', 'b0'):
+        norms = {name: m.eps for name, m in PVTDTN(arch, norm_cfg=LN).named_modules() if isinstance(m, nn.LayerNorm)}
+        near = {name for name in norms if name.endswith(('patch_embed.norm', 'attn.norm'))}
+        assert norms == {name: 1e-5 if name in near else 1e-6 for name in norms} and len(near) == 10
+    ported = PVTDTN('tiny', norm_cfg=LN, other_norm_cfg=dict(LN, eps=1e-6))
+    assert {m.eps for m in ported.modules() if isinstance(m, nn.LayerNorm)} == {1e-6}
 
 
 def test_init_weights_leaves_dtns_own_start_in_place():

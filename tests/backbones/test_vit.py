@@ -61,7 +61,9 @@ def test_where_dtn_sits_and_where_the_class_token_joins():
     model = ViTDTN('s*')
     found = {name: (m.num_heads, m.pool_size) for name, m in model.named_modules() if isinstance(m, DTN)}
     assert found == {f'blocks.{i}.norm{n}': (9, 1) for i in range(10) for n in (1, 2)}
-    assert {m.eps for m in model.modules() if isinstance(m, nn.LayerNorm)} == {1e-6}
+    assert {m.eps for m in model.modules() if isinstance(m, nn.LayerNorm)} == {1e-5}
+    for cfg, eps in ((dict(type='LN'), 1e-6), (dict(type='LN', eps=1e-5), 1e-5), (dict(type='DTN', eps=1e-6), 1e-6)):
+        assert {m.eps for m in ViTDTN('t', norm_cfg=cfg).modules() if isinstance(m, (nn.LayerNorm, DTN))} == {eps}
     model = ViTDTN(**SMALL)
     grids = []
     for block in model.blocks:

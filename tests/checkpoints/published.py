@@ -7,6 +7,7 @@ authors' models are timm's and MMDetection's blocks with a dense DTN under their
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import timm
 import torch
@@ -15,6 +16,8 @@ from mmdet.models.backbones.swin import SwinTransformer, swin_converter
 from mmpretrain.models.backbones import LeViT, VisionTransformer
 from mmpretrain.models.backbones import SwinTransformer as MMPretrainSwin
 from torch import Tensor, nn
+
+from mmdtn.checkpoints.t2t import sines
 
 from ..backbones.helpers import randomised
 from ..backbones.test_t2t import mmpretrains as t2t_of_mmpretrain
@@ -38,7 +41,7 @@ def of(state: State) -> State:
 
 def pvt(depths: tuple[int, ...] = (2, 2, 2, 2)) -> Published:
     """whai362/PVT: MMDetection's maps, and the class token through the layers of its last stage."""
-    peer = PyramidVisionTransformer(num_layers=depths)
+    peer = original_pvt(depths)
     peer.init_weights()
     randomised(peer)
     state = _original_pvt(peer.state_dict())
@@ -54,6 +57,15 @@ def pvt(depths: tuple[int, ...] = (2, 2, 2, 2)) -> Published:
         return [_class_token(peer, x, head['cls_token'] + head['position'], norm)]
 
     return Published(dict(model=state), compute, dict(type='PVTDTN', out_type='cls_token'), 'tiny', 'pvt')
+
+
+def original_pvt(depths: tuple[int, ...] = (2, 2, 2, 2)) -> nn.Module:
+    """MMDetection's PVT with the eps of whai362's: 1e-5 next to convolutions."""
+    peer = PyramidVisionTransformer(num_layers=depths)
+    for name, module in peer.named_modules():
+        if isinstance(module, nn.LayerNorm) and re.search(r'\.0\.norm$|attn\.norm$', name):
+            module.eps = 1e-5
+    return peer
 
 
 def _class_token(peer: nn.Module, x: Tensor, token: Tensor, norm: nn.Module) -> Tensor:
@@ -87,6 +99,9 @@ def pvt_v2(size: str = 'b0') -> Published:
     return Published(state, lambda x: [peer(x)], backbone, size, 'pvt')
 
 
+MMDET_PVT = dict(type='PVTDTN', other_norm_cfg=dict(type='LN', eps=1e-6))
+
+
 def mmdet_pvt() -> Published:
     peer = PyramidVisionTransformer(num_layers=[2, 2, 2, 2])
     peer.init_weights()
@@ -95,7 +110,7 @@ def mmdet_pvt() -> Published:
     file = dict(
         meta=dict(epoch=12), state_dict=state | {'neck.lateral_convs.0.conv.weight': torch.zeros(256, 64, 1, 1)}
     )
-    return Published(file, lambda x: list(peer(x)), dict(type='PVTDTN'), 'tiny', 'mmdet-pvt')
+    return Published(file, lambda x: list(peer(x)), MMDET_PVT, 'tiny', 'mmdet-pvt')
 
 
 def mmdet_swin() -> Published:
@@ -196,7 +211,7 @@ def t2t() -> Published:
         }.items():
             key = key.replace(theirs, authors)
         state[key] = value
-    state['pos_embed'] = torch.zeros(1, 197, 384)
+    state['pos_embed'] = sines(197, 384)[None]
     file = dict(state_dict_ema=state)
     return Published(file, published.compute, published.backbone, 't-14', 't2t')
 
@@ -248,7 +263,8 @@ AUTHORS = dict(type='DTN', unbiased=True, pool_second_moment=False)
 
 def dtn_vit() -> Published:
     """The authors' ViT-T*: no bias in qkv, no position of the class token, which joins before block 10."""
-    peer = timm.create_model('vit_tiny_patch16_224', num_heads=4, qkv_bias=False, num_classes=0)
+    norm = partial(nn.LayerNorm, eps=1e-5)
+    peer = timm.create_model('vit_tiny_patch16_224', num_heads=4, qkv_bias=False, num_classes=0, norm_layer=norm)
     for block in peer.blocks[:10]:
         block.norm1, block.norm2 = (AuthorsDTN(192, 4, 14, 1) for _ in range(2))
     randomised(peer)
@@ -267,7 +283,7 @@ def dtn_vit() -> Published:
 
 
 def dtn_pvt() -> Published:
-    peer = PyramidVisionTransformer(num_layers=[2, 2, 2, 2])
+    peer = original_pvt()
     peer.init_weights()
     for i, (width, heads, side, pool) in enumerate(((64, 4, 56, 4), (128, 4, 28, 2), (320, 5, 14, 1))):
         for block in peer.layers[i][1][1:]:

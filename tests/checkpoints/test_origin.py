@@ -70,10 +70,12 @@ def test_a_training_checkpoint(tmp_path):
     torch.save(dict(meta=dict(cfg=cfg.pretty_text), state_dict=weights), tmp_path / 'epoch_1.pth')
     model = SwinDTN(
         'tiny',
-        norm_cfg=WARM,
+        norm_cfg=dict(WARM, eps=1e-5),
         init_cfg=dict(type='Pretrained', checkpoint=str(tmp_path / 'epoch_1.pth'), warm_start=1.0),
     )
     model.init_weights()
+    with pytest.raises(ValueError, match='eps=1e-05, not 1e-06'):
+        start(SwinDTN, str(tmp_path / 'epoch_1.pth'), arch='tiny', norm_cfg=dict(plain, eps=1e-6))
 
 
 @pytest.mark.parametrize('text', ["model = dict(type=print('run'))", 'model = [', 'a.b = 1', "model = 'no'", ''])

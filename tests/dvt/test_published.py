@@ -143,6 +143,16 @@ def test_files_that_do_not_fit_are_refused_by_name(change, words):
         checkpoints.translate(file, cascade(SMALL['t2t']))
 
 
+@pytest.mark.parametrize('dtype', [torch.float16, torch.bfloat16, torch.float64])
+def test_files_in_other_precisions_are_read(dtype):
+    file = {key: value.to(dtype) for key, value in small_file().items()}
+    state, _ = checkpoints.translate(file, cascade(SMALL['t2t']))
+    assert torch.equal(state['exits.0.head.weight'], file[f'{PREFIXES[0]}.head.weight'].float())
+    file[f'{PREFIXES[1]}.pos_embed'] = file[f'{PREFIXES[1]}.pos_embed'].flip(1)
+    with pytest.raises(ValueError, match='not the table of sines'):
+        checkpoints.translate(file, cascade(SMALL['t2t']))
+
+
 def test_files_of_other_models_are_refused():
     file = {key.removeprefix('normal_token.'): value for key, value in small_file().items() if 'normal' in key}
     with pytest.raises(ValueError, match=r't2t .*T2TViTDTN.*DVT'):

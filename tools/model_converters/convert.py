@@ -16,7 +16,7 @@ from mmengine.config import Config
 import mmdtn
 from mmdtn import checkpoints
 from mmdtn.backbones.base import Backbone
-from mmdtn.backbones.pvt import DTN_HEADS, LN_HEADS
+from mmdtn.backbones.pvt import DTN_HEADS, STAGES
 from mmdtn.checkpoints.dtn import NORM_CFG as DTN_AUTHORS
 from mmdtn.checkpoints.format import State
 from mmdtn.checkpoints.formats import FORMATS, recognise
@@ -50,21 +50,24 @@ def from_config(path: str) -> Config:
 
 def from_arch(name: str, state: State, said: str, warm_start: bool) -> Config:
     """The backbone that computes what the model of the file does, with a class token where that has one."""
-    file = recognise(split(state)[0], said)
+    theirs = split(state)[0]
+    file = recognise(theirs, said)
     kind = FORMATS[file]
     if kind.is_own:
         raise ValueError('A file of this package needs --to CONFIG: its tensors do not tell how it was configured.')
     if kind.out_type is None:
         raise ValueError(f'A {file} file needs --to CONFIG: it holds a whole model, a {kind.backbone}.')
     norm_cfg = kind.norm_cfg
-    arch: str | dict = name
-    options: dict[str, Any] = dict(out_type=kind.out_type)
+    arch: Any = name
+    options: dict[str, Any] = dict(out_type=kind.out_type, **kind.settings(theirs))
+    if kind.backbone == 'PVTDTN' and norm_cfg != DTN_AUTHORS:
+        arch = dict(base=name, num_heads=tuple(kind.heads(f'stages.{i}.blocks.0.attn', {}) for i in range(STAGES)))
     if warm_start and norm_cfg != DTN_AUTHORS:
-        norm_cfg = dict(type='DTN', prenorm=False, eps=1e-6 if kind.backbone in ('PVTDTN', 'ViTDTN') else 1e-5)
+        norm_cfg = dict(type='DTN', prenorm=False, eps=kind.eps('blocks.0.norm1', {}) or 1e-5)
         if kind.backbone == 'PVTDTN':
-            arch = dict(base=name, num_heads=LN_HEADS, norm_heads=DTN_HEADS)
+            arch |= dict(norm_heads=DTN_HEADS)
         elif kind.backbone in ('ViTDTN', 'T2TViTDTN'):
-            options['cls_from'] = 0  # as in the file
+            options.setdefault('cls_from', 0)  # as in the file
     return Config(dict(model=dict(type=kind.backbone, arch=arch, norm_cfg=norm_cfg, **options)))
 
 

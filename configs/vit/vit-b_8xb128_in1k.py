@@ -1,0 +1,2 @@
+_base_ = '../_base_/vit_8xb128_in1k.py'
+model = dict(backbone=dict(arch='b', norm_cfg=dict(type='LN')), head=dict(in_channels=768))
