@@ -42,6 +42,8 @@ ANYWHERE = Place()
 def build_norm(cfg: dict[str, Any] | None, channels: int, place: Place = ANYWHERE) -> nn.Module:
     """A normaliser of the last dimension of ``B x H x W x C``; of None, the identity.
 
+    As in MMDetection, ``requires_grad=False`` in ``cfg`` freezes the parameters of any norm.
+
     Example:
         >>> build_norm(dict(type='DTN'), 64, Place(num_heads=4, pool_size=2))
         DTN(64, num_heads=4, pool_size=2)
@@ -53,7 +55,12 @@ def build_norm(cfg: dict[str, Any] | None, channels: int, place: Place = ANYWHER
     options = {name: getattr(place, name) for name in from_place} | cfg
     if issubclass(norm, DTN):
         options = _without_retired(options)
+    requires_grad = options.pop('requires_grad', True)
+    if not isinstance(requires_grad, bool):
+        raise ValueError(f'norm_cfg has requires_grad={requires_grad!r}: give True, or False to freeze the norm.')
     module = norm(channels, **{name: value for name, value in options.items() if name != 'type'})
+    if not requires_grad:
+        module.requires_grad_(False)
     if norm.__module__.partition('.')[0] not in ('torch', 'mmdtn') and not _takes_channels_last(module, channels):
         raise _channels_first(cfg, norm)
     return module

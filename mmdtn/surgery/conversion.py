@@ -199,5 +199,5 @@ def _like(old: Any, norm_cfg: dict[str, Any], place: Place, warm_start: float | 
             if source is None:
                 target.requires_grad_(False)
             else:
-                target.copy_(source).requires_grad_(source.requires_grad)
+                target.copy_(source).requires_grad_(target.requires_grad and source.requires_grad)
     return new.train(old.training)
