@@ -10,7 +10,7 @@ import torch
 from mmengine.registry import MODELS
 from torch import nn
 
-from .base import TORCHS_BATCH_AND_INSTANCE_NORMS
+from .base import TORCHS_BATCH_AND_INSTANCE_NORMS, check_values
 from .batch import TokenBN
 from .dtn import DTN
 from .image import TokenGN, TokenIN
@@ -58,10 +58,14 @@ def build_norm(cfg: dict[str, Any] | None, channels: int, place: Place = ANYWHER
     requires_grad = options.pop('requires_grad', True)
     if not isinstance(requires_grad, bool):
         raise ValueError(f'norm_cfg has requires_grad={requires_grad!r}: give True, or False to freeze the norm.')
-    module = norm(channels, **{name: value for name, value in options.items() if name != 'type'})
+    options = {name: value for name, value in options.items() if name != 'type'}
+    known = norm.__module__.partition('.')[0] in ('torch', 'mmdtn')
+    if known:
+        check_values(norm, options)
+    module = norm(channels, **options)
     if not requires_grad:
         module.requires_grad_(False)
-    if norm.__module__.partition('.')[0] not in ('torch', 'mmdtn') and not _takes_channels_last(module, channels):
+    if not known and not _takes_channels_last(module, channels):
         raise _channels_first(cfg, norm)
     return module
 

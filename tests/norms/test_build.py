@@ -9,7 +9,7 @@ from mmpretrain.models.utils import LayerNorm2d
 from torch import nn
 
 import mmdtn.backbones
-from mmdtn.norms import DTN, Place, build_norm
+from mmdtn.norms import DTN, Place, TokenBN, build_norm
 from mmdtn.surgery.conversion import convert_norms
 
 from ..backbones.test_all import CASES
@@ -123,3 +123,38 @@ def test_requires_grad_reaches_the_norms_of_a_backbone_and_of_a_converted_model(
         assert norms and not any(parameter.requires_grad for norm in norms for parameter in norm.parameters())
     with pytest.raises(ValueError, match="requires_grad='no'"):
         build_norm(dict(type='DTN', requires_grad='no'), 8)
+
+
+@pytest.mark.parametrize('eps', [-1, float('nan'), float('inf'), '1e-5', True, None])
+@pytest.mark.parametrize('kind', NORMS)
+def test_an_eps_that_gives_no_root_is_refused_when_the_norm_is_built(kind, eps):
+    with pytest.raises(ValueError, match=f'eps={eps!r}'):
+        build_norm(dict(type=kind, eps=eps), 8)
+
+
+@pytest.mark.parametrize(
+    ('kind', 'wrong'),
+    [
+        ('DTN', dict(prenorm='no')),
+        ('DTN', dict(affine=1)),
+        ('DTN', dict(mean_lambda='a')),
+        ('DTN', dict(var_lambda=True)),
+        ('BN', dict(momentum='0.1')),
+        ('PowerNorm', dict(warmup_iters=1.5)),
+        ('SN', dict(batch='False')),
+        ('UN', dict(window='4')),
+        ('LN', dict(elementwise_affine='no')),
+    ],
+)
+def test_values_of_a_wrong_type_are_refused_when_the_norm_is_built(kind, wrong):
+    ((name, value),) = wrong.items()
+    with pytest.raises(ValueError, match=f'{name}={value!r}'):
+        build_norm(dict(type=kind, **wrong), 8)
+
+
+@pytest.mark.parametrize('norm', [DTN, TokenBN])
+def test_norms_built_without_a_norm_cfg_check_eps_too(norm):
+    with pytest.raises(ValueError, match='eps=-1'):
+        norm(8, eps=-1)
+    assert norm(8, eps=0).eps == 0
+    assert build_norm(dict(type='BN', momentum=None), 8).momentum is None
