@@ -220,8 +220,8 @@ def start_position(position: Tensor, init: str) -> None:
 
 def mix_of(share: float) -> float:
     """What ``mean_mix`` and ``var_mix`` are for a lambda: 20 for 1, as float32 rounds the sigmoid of 20 to 1."""
-    if not 0 <= share <= 1:
-        raise ValueError(f'warm_start={share}: a lambda is a number from 0 to 1, as 0.999.')
+    if not isinstance(share, int | float) or isinstance(share, bool) or not 0 <= share <= 1:
+        raise ValueError(f'warm_start={share!r}: both lambdas start there, and need a number from 0 to 1, as 0.999.')
     inside = min(max(share, 1e-9), 1 - 1e-9)
     return min(max(math.log(inside / (1 - inside)), -20.0), 20.0)
 
