@@ -14,6 +14,8 @@ UNKNOWN_NAME = re.compile(
     r"Failed to get (\S+)$|(\S+) is not in the .+ registry\.|norm_cfg has type='(\S+)', which nothing registered"
 )
 
+INTERRUPTED = 130  # 128 and the number of SIGINT
+
 
 class UserError(Exception):
     """A message that says all there is to say; the command lines print it without a traceback."""
@@ -21,9 +23,17 @@ class UserError(Exception):
 
 @contextmanager
 def readable_errors(debug: bool = False) -> Iterator[None]:
-    """Ends the process with one line where the error is explained; any other error keeps its traceback."""
+    """Ends the process with one line where the error is explained; any other error keeps its traceback.
+
+    Ctrl-C ends it with code 130, as shells expect; the message of the KeyboardInterrupt says how to go on.
+    """
     try:
         yield
+    except KeyboardInterrupt as stop:
+        if debug:
+            raise
+        print(f'error: {first_line(stop) if stop.args else "stopped."}', file=sys.stderr)
+        sys.exit(INTERRUPTED)
     except Exception as error:
         message = None if debug else explain(error)
         if message is None:

@@ -106,7 +106,7 @@ def main(arguments: list[str] | None = None) -> None:
         try:
             run(args)
         except KeyboardInterrupt:
-            raise UserError('stopped; --resume goes on from the last checkpoint.') from None
+            raise KeyboardInterrupt('stopped; --resume goes on from the last checkpoint.') from None
     leave_together()
 
 

@@ -3,9 +3,11 @@
 import json
 import os
 import re
+import signal
 import sys
 from io import StringIO
 from pathlib import Path
+from subprocess import PIPE, Popen
 
 import mmpretrain
 import pytest
@@ -21,6 +23,7 @@ from mmdtn.engine.hooks import StopOnNonFiniteHook
 from mmdtn.engine.launch import add_runtime
 from mmdtn.errors import UserError
 from tests.training import REPO, run_command, run_tool, write_classifier, write_detector
+from tools.analysis_tools import browse_dataset
 from tools.train import RUNTIME, configure, main, parse_args
 
 
@@ -112,13 +115,30 @@ def test_the_exit_code_and_the_last_line(tmp_path, classifier):
     assert 'nearest: LinearClsHead' in done.stderr.strip().splitlines()[-1]
 
 
-def test_ctrl_c_says_how_to_go_on(tmp_path, classifier, monkeypatch):
+@pytest.mark.slow
+def test_ctrl_c_says_how_to_go_on(tmp_path, classifier):
+    command = [sys.executable, str(REPO / 'tools' / 'train.py'), str(classifier), '--work-dir', str(tmp_path / 'work')]
+    options = ['--cfg-options', 'train_cfg.max_epochs=10000', 'default_hooks.checkpoint.interval=10000']
+    environment = dict(os.environ, PYTHONPATH=str(REPO), PYTHONUNBUFFERED='1')
+    with Popen([*command, *options], cwd=tmp_path, env=environment, stdout=PIPE, stderr=PIPE, text=True) as training:
+        next(line for line in training.stdout if 'Epoch(train)' in line or 'Epoch(val)' in line)
+        training.send_signal(signal.SIGINT)
+        _, errors = training.communicate(timeout=60)
+    assert training.returncode == 130
+    assert errors.strip().splitlines()[-1].startswith('error: stopped; --resume goes on')
+    assert 'Traceback' not in errors
+
+
+def test_ctrl_c_ends_other_tools_with_the_same_code(tmp_path, classifier, monkeypatch, capsys):
     def interrupted(*args):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr('tools.train.check_data', interrupted)
-    with pytest.raises(SystemExit, match='error: stopped; --resume goes on'):
-        main([str(classifier), '--work-dir', str(tmp_path / 'work')])
+    monkeypatch.setattr('tools.analysis_tools.browse_dataset.browse', interrupted)
+    with pytest.raises(SystemExit) as stopped:
+        browse_dataset.main([str(classifier), '--out', str(tmp_path)])
+    assert stopped.value.code == 130 and capsys.readouterr().err == 'error: stopped.\n'
+    with pytest.raises(KeyboardInterrupt):
+        browse_dataset.main([str(classifier), '--out', str(tmp_path), '--debug'])
 
 
 def test_an_option_that_the_config_does_not_know_is_told(classifier):
