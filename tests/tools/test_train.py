@@ -1,5 +1,6 @@
 """What a person who calls tools/train.py meets: errors in one line, flags, logs, a dry run."""
 
+import errno
 import json
 import os
 import re
@@ -139,6 +140,39 @@ def test_ctrl_c_ends_other_tools_with_the_same_code(tmp_path, classifier, monkey
     assert stopped.value.code == 130 and capsys.readouterr().err == 'error: stopped.\n'
     with pytest.raises(KeyboardInterrupt):
         browse_dataset.main([str(classifier), '--out', str(tmp_path), '--debug'])
+
+
+def test_a_full_disk_is_one_line_and_the_run_goes_on_from_the_last_checkpoint(tmp_path, classifier, monkeypatch):
+    first, fsync = tmp_path / 'work' / 'epoch_1.pth', os.fsync
+
+    def full(file):
+        if first.exists() and os.fstat(file).st_size > 2**16:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        fsync(file)
+
+    monkeypatch.setattr(os, 'fsync', full)
+    options = ['--cfg-options', 'train_cfg.val_interval=9']
+    with pytest.raises(SystemExit) as stopped:
+        main([str(classifier), '--work-dir', str(tmp_path / 'work'), *options])
+    message = stopped.value.code
+    assert re.fullmatch(
+        rf'error: {tmp_path}/work/epoch_2\.pth cannot be written, as the disk is full: it needs [1-9]\S* MB, and its '
+        rf'disk has [1-9]\S* MB left\. .*{first}, is whole\. .*--resume\.',
+        message,
+    ), message
+    assert sorted(path.name for path in first.parent.glob('*.pth*')) == ['epoch_1.pth']
+    monkeypatch.undo()
+    main([str(classifier), '--work-dir', str(tmp_path / 'work'), '--resume', *options])
+    assert (tmp_path / 'work' / 'epoch_2.pth').exists()
+
+
+@pytest.mark.slow
+def test_a_checkpoint_larger_than_files_may_be(tmp_path, classifier):
+    command = f'ulimit -f 100; exec {sys.executable} {REPO}/tools/train.py {classifier} --work-dir work'
+    done = run_command('bash', '-c', command, cwd=tmp_path, check=False)
+    assert done.returncode == 1 and 'Traceback' not in done.stderr
+    message = done.stderr.strip().splitlines()[-1]
+    assert 'epoch_1.pth cannot be written' in message and 'ulimit -f' in message and 'no checkpoint before' in message
 
 
 def test_an_option_that_the_config_does_not_know_is_told(classifier):
