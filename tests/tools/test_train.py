@@ -375,7 +375,16 @@ def test_dry_run_reports_and_leaves_nothing(tmp_path, kind, request, capsys, mon
     expected = float(found[1]) * steps + float(validation[1]) * batches * 3
     assert hours * 3600 + minutes * 60 + seconds == pytest.approx(expected, abs=1.5)
     assert sorted(os.listdir(tmp_path)) == before
-    assert report.count('Epoch(train)') == 2
+    assert report.count('Epoch(train)') == 6
+
+
+@pytest.mark.slow
+def test_one_slow_step_does_not_lengthen_what_a_dry_run_predicts(tmp_path, classifier, capsys):
+    classifier.write_text(
+        classifier.read_text() + "custom_hooks = [dict(type='tests.engine.spoil.SlowStep', number=2)]"
+    )
+    main([str(classifier), '--dry-run'])
+    assert float(re.search(r'training step: ([\d.]+) s', capsys.readouterr().out)[1]) < 2
 
 
 def test_weights_that_do_not_fit_are_one_line(tmp_path, classifier):
