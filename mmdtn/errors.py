@@ -1,6 +1,7 @@
 """What went wrong, in one line for the person who wrote the config."""
 
 import difflib
+import errno
 import os
 import re
 import sys
@@ -14,6 +15,14 @@ UNKNOWN_NAME = re.compile(
     r"Failed to get (\S+)$|(\S+) is not in the .+ registry\.|norm_cfg has type='(\S+)', which nothing registered"
 )
 
+# Why the system cannot write a file that does not fit.
+NO_ROOM = {
+    errno.ENOSPC: 'the disk is full',
+    errno.EDQUOT: 'your quota of the disk is used up',
+    errno.EFBIG: 'it is larger than `ulimit -f` or the file system allows',
+}
+INTERRUPTED = 130  # 128 and the number of SIGINT
+
 
 class UserError(Exception):
     """A message that says all there is to say; the command lines print it without a traceback."""
@@ -21,9 +30,17 @@ class UserError(Exception):
 
 @contextmanager
 def readable_errors(debug: bool = False) -> Iterator[None]:
-    """Ends the process with one line where the error is explained; any other error keeps its traceback."""
+    """Ends the process with one line where the error is explained; any other error keeps its traceback.
+
+    Ctrl-C ends it with code 130, as shells expect; the message of the KeyboardInterrupt says how to go on.
+    """
     try:
         yield
+    except KeyboardInterrupt as stop:
+        if debug:
+            raise
+        print(f'error: {first_line(stop) if stop.args else "stopped."}', file=sys.stderr)
+        sys.exit(INTERRUPTED)
     except Exception as error:
         message = None if debug else explain(error)
         if message is None:
@@ -38,6 +55,9 @@ def explain(error: BaseException) -> str | None:
         return str(error).strip().rpartition(f'{type(error).__name__}: ')[2]
     if isinstance(error, ModuleNotFoundError):
         return f'{error}: `python -m mmdtn.doctor` tells what the environment lacks'
+    if isinstance(error, OSError) and error.errno in NO_ROOM:
+        name = 'a file' if error.filename is None else os.fsdecode(error.filename)
+        return f'{name} cannot be written, as {NO_ROOM[error.errno]}'
     if isinstance(error, OSError) and error.filename is not None:
         return _explain_path(error)
     if isinstance(error, FileNotFoundError):

@@ -1,6 +1,7 @@
 """Files that are whole or absent, whenever the process that writes them is killed."""
 
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -8,7 +9,13 @@ from typing import BinaryIO
 
 from mmengine.fileio import LocalBackend, register_backend
 
+from mmdtn.errors import NO_ROOM, UserError
+
 PARTIAL = '.partial'
+
+
+class NoRoomError(UserError, OSError):
+    """A file does not fit on its disk."""
 
 
 @contextmanager
@@ -32,8 +39,23 @@ def whole_file(path: str | Path) -> Iterator[BinaryIO]:
 
 
 def write_whole(path: str | Path, content: str | bytes) -> None:
-    with whole_file(path) as file:
-        file.write(content.encode() if isinstance(content, str) else content)
+    """Writes a file; where it does not fit, the error says how much room it needs and how much there is."""
+    content = content.encode() if isinstance(content, str) else content
+    try:
+        with whole_file(path) as file:
+            file.write(content)
+    except OSError as error:
+        if error.errno not in NO_ROOM:
+            raise
+        free = shutil.disk_usage(Path(path).parent).free
+        raise NoRoomError(
+            f'{path} cannot be written, as {NO_ROOM[error.errno]}: it needs {_size(len(content))}, and its disk has '
+            f'{_size(free)} left. Files that were written before are whole.'
+        ) from None
+
+
+def _size(number: int) -> str:
+    return f'{number / 2**20:.1f} MB'
 
 
 class WholeFileBackend(LocalBackend):

@@ -38,7 +38,7 @@ def run(args: argparse.Namespace) -> None:
         try:
             failures = run_all(todo, args.results, args.work_dir, ROOT, args.processes)
         except KeyboardInterrupt:
-            raise UserError('stopped; the same command goes on from the last checkpoints.') from None
+            raise KeyboardInterrupt('stopped; the same command goes on from the last checkpoints.') from None
     for study in studies:
         if records(study, args.results):
             print(write_results(study, args.results, args.page))

@@ -45,7 +45,7 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         '--dry-run',
         action='store_true',
-        help='build everything, train and validate a step, report memory and time, leave nothing behind',
+        help='build everything, train and validate a few steps, report memory and time, leave nothing behind',
     )
     parser.add_argument(
         '--as-written', action='store_true', help='add nothing of configs/_base_/runtime.py to a config without it'
@@ -106,7 +106,7 @@ def main(arguments: list[str] | None = None) -> None:
         try:
             run(args)
         except KeyboardInterrupt:
-            raise UserError('stopped; --resume goes on from the last checkpoint.') from None
+            raise KeyboardInterrupt('stopped; --resume goes on from the last checkpoint.') from None
     leave_together()
 
 

@@ -92,10 +92,13 @@ FORMULAS: dict[Any, Callable[..., int]] = {
 
 
 @torch.no_grad()
-def flops_by_module(model: nn.Module, image: Tensor) -> dict[str, int]:
-    """FLOPs of ``model(image)``, the whole under ``''`` and each part under its name; a FLOP is a multiply-add."""
+def flops_by_module(model: nn.Module, image: Tensor, *more: Any) -> dict[str, int]:
+    """FLOPs of ``model(image, *more)``, the whole under ``''`` and each part under its name.
+
+    A FLOP is a multiply-add.
+    """
     with FlopCounterMode(display=False, custom_mapping=FORMULAS) as counter:
-        model(image)
+        model(image, *more)
     total = {name.partition('.')[2]: sum(by_op.values()) // 2 for name, by_op in counter.get_flop_counts().items()}
     return total | {'': counter.get_total_flops() // 2}
 

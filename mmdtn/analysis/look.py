@@ -1,5 +1,6 @@
 """The images that an analysis shows a trained model, and what the model made of them."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +34,14 @@ class Seen:
     picture: np.ndarray  # RGB, what predictions are drawn on
     blocks: list[BlockTokens]
     sample: Any  # with predictions, and annotations if there are any; None for a bare backbone
+
+    def without_padding(self, values: np.ndarray) -> np.ndarray:
+        """The part of a map of the model's input, ``height x width``, that shows the image."""
+        if self.sample is None or 'img_shape' not in self.sample or 'batch_input_shape' not in self.sample:
+            return values
+        sizes = zip(values.shape, self.sample.img_shape, self.sample.batch_input_shape, strict=False)
+        height, width = (math.ceil(cells * image / padded) for cells, image, padded in sizes)
+        return values[:height, :width]
 
 
 def choose_images(trained: TrainedModel, where: str, number: int) -> list[dict]:

@@ -66,7 +66,8 @@ def observe(trained: TrainedModel, images: list[dict]) -> Observation:
             maps = []
             for block in _spread_blocks(seen.blocks):
                 assert block.output is not None
-                maps.append((block.name, block.on_grid(block.output)[0].norm(dim=-1).numpy()))
+                magnitude = block.on_grid(block.output)[0].norm(dim=-1).numpy()
+                maps.append((block.name, seen.without_padding(magnitude)))
             run.looks.append((seen, maps))
     return run
 

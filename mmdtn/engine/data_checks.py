@@ -1,8 +1,10 @@
 """What is wrong with the data of a run, by file and id, before it is used."""
 
+import json
 import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 from mmengine.dataset import BaseDataset
@@ -10,7 +12,8 @@ from mmengine.dist import broadcast_object_list, get_rank, is_main_process
 from mmengine.registry import DATASETS
 from mmengine.runner import Runner
 
-from mmdtn.engine.faults import DataError, coco_faults, image_fault
+from mmdtn.engine.faults import DataError, coco_faults, image_fault, without_unreadable
+from mmdtn.files import write_whole
 from mmdtn.registry import class_of
 
 SHOWN = 20  # faults of a file that a message lists
@@ -23,21 +26,23 @@ def check_data(runner: Runner, names: tuple[str, ...], strict: bool = False) -> 
     lose their broken images here too: sampler and metric go by their length, so it may not change on the way. Training
     sets are large and drawn at random; their images are checked when they are drawn, by SkipBrokenImagesHook.
     """
-    checked = set()
+    checked: dict[tuple[str, tuple[str, ...]], str | None] = {}  # files, and what is to be read in their place
     for name in names:
         loader = getattr(runner, f'_{name}_dataloader')  # the settings; the public name would build it
         if not isinstance(loader, dict) or not isinstance(loader.get('dataset'), dict):
             continue
-        for file in _annotation_files(loader['dataset']):
-            if file not in checked:
-                checked.add(file)
-                _report_annotations(runner, *file, strict)
+        for dataset, path, classes in _annotation_files(loader['dataset']):
+            if (path, classes) not in checked:
+                checked[path, classes] = _report_annotations(runner, path, classes, strict)
+            if readable := checked[path, classes]:
+                dataset['ann_file'] = readable
+                _replace_annotation_file(getattr(runner, f'_{name}_evaluator', None), path, readable)
         if name != 'train':
             loader['dataset'] = _without_broken_images(runner, DATASETS.build(loader['dataset']), strict)
 
 
-def _annotation_files(dataset: Any) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Of a data set's config and of those that it wraps, with the classes that it is to have."""
+def _annotation_files(dataset: Any) -> Iterator[tuple[Any, str, tuple[str, ...]]]:
+    """A data set's config and those that it wraps, each with its annotation file and the classes that it is to have."""
     if isinstance(dataset, list | tuple):
         for part in dataset:
             yield from _annotation_files(part)
@@ -46,7 +51,7 @@ def _annotation_files(dataset: Any) -> Iterator[tuple[str, tuple[str, ...]]]:
         if isinstance(path, str) and path.endswith('.json') and not dataset.get('backend_args'):
             path = os.path.join(dataset.get('data_root') or '', path)
             if '://' not in path:
-                yield path, _classes(dataset)
+                yield dataset, path, _classes(dataset)
         yield from _annotation_files(dataset.get('dataset'))
         yield from _annotation_files(dataset.get('datasets'))
 
@@ -61,7 +66,8 @@ def _classes(dataset: Any) -> tuple[str, ...]:
     return () if isinstance(classes, str) else tuple(classes)  # a str is the path of a file
 
 
-def _report_annotations(runner: Runner, path: str, classes: tuple[str, ...], strict: bool) -> None:
+def _report_annotations(runner: Runner, path: str, classes: tuple[str, ...], strict: bool) -> str | None:
+    """Logs what is wrong; returns the file to read instead, if MMDetection's reader would stop at this one."""
     result: list[Any] = [None, None]  # an error that stops the run, and faults
     if is_main_process():  # one process reads it, all go by what it found
         try:
@@ -72,11 +78,25 @@ def _report_annotations(runner: Runner, path: str, classes: tuple[str, ...], str
     if stop is not None:
         raise stop
     if not faults:
-        return
+        return None
     message = f'{path} has {len(faults)} faults:{listed(faults)}'
     if strict:
         raise DataError(message)
     runner.logger.warning(f'{message}\nThey are left out; --strict stops instead.')
+    copy: list[Any] = [None]
+    if is_main_process() and classes and (content := without_unreadable(path)):
+        parts = Path(path).resolve().parts[1:]  # files of one name in two folders stay apart
+        copy[0] = str(Path(runner.log_dir, 'annotations', *parts).absolute())
+        write_whole(copy[0], json.dumps(content))
+    return broadcast(copy)[0]
+
+
+def _replace_annotation_file(evaluator: Any, path: str, readable: str) -> None:
+    """In the settings of metrics that read the file too."""
+    for metric in evaluator if isinstance(evaluator, list) else [evaluator]:
+        named = metric.get('ann_file') if isinstance(metric, dict) else None
+        if named and os.path.realpath(named) == os.path.realpath(path):
+            metric['ann_file'] = readable
 
 
 def listed(faults: list[str]) -> str:

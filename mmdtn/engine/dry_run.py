@@ -1,5 +1,7 @@
 """What a training run will need, from its first steps."""
 
+import itertools
+import statistics
 import sys
 import tempfile
 import time
@@ -16,16 +18,18 @@ from mmengine.runner import EpochBasedTrainLoop, Runner
 from .data_checks import check_data
 from .launch import build_runner, checkpoint_settings
 
+STEPS = 6  # of training and of validation; the first pays for what happens only once, and is not counted
+
 
 def dry_run(cfg: Config, strict: bool = False) -> None:
-    """Builds all of a run, trains and validates a step, reports what the whole takes, and leaves nothing behind."""
+    """Builds a run, trains and validates a few steps, reports what the whole takes, and leaves nothing behind."""
     with tempfile.TemporaryDirectory(prefix='dry-run-') as work_dir:
         cfg.work_dir = work_dir
         checkpoint_settings(cfg).pop('out_dir', None)
         # A name of its own: mmengine gives a visualizer, with its folder, to all runs of a process that name it alike.
         cfg.visualizer = dict(cfg.get('visualizer') or dict(type='Visualizer'), name=Path(work_dir).name)
         runner = build_runner(cfg)
-        runner.register_hook(_StopsAfterTwoSteps())
+        runner.register_hook(_StopsAfterAFewSteps())
         check_data(runner, ('train', 'val'), strict)
         try:
             runner.train()
@@ -41,21 +45,27 @@ class _Done(Exception):
     """Leaves the training loop; its text is the report."""
 
 
-class _StopsAfterTwoSteps(Hook):
-    """Ends the run after a step that it times. The step before pays for what happens only once."""
+class _StopsAfterAFewSteps(Hook):
+    """Ends the run after some steps that it times."""
 
     priority = 'LOWEST'  # the other hooks are part of a step
 
     def before_train(self, runner: Runner) -> None:
-        self.last = runner.iter + min(2, runner.max_iters - runner.iter)
+        self.last = runner.iter + min(STEPS, runner.max_iters - runner.iter)
+        self.seconds: list[float] = []
         self.start = time.perf_counter()
+
+    def after_val(self, runner: Runner) -> None:
+        self.start = time.perf_counter()  # a validation between two short epochs is no part of a step
 
     def after_train_iter(self, runner: Runner, *args: Any, **kwargs: Any) -> None:
         _wait_for_gpu()
-        step = time.perf_counter() - self.start
-        self.start = time.perf_counter()
+        now = time.perf_counter()
+        self.seconds.append(now - self.start)
+        self.start = now
         if runner.iter + 1 < self.last:
             return
+        step = _typical(self.seconds)
         total = step * (runner.max_iters - runner.iter)
         lines = [f'training step: {step:.3f} s, {runner.max_iters} of them in {runner.max_epochs} epochs']
         if runner.val_loop is not None:
@@ -71,13 +81,22 @@ def _time_validation_step(runner: Runner) -> float:
     runner.model.eval()
     runner.call_hook('before_val')
     runner.call_hook('before_val_epoch')
+    seconds = []
     start = time.perf_counter()
-    runner.val_loop.run_iter(0, next(iter(runner.val_dataloader)))
-    _wait_for_gpu()
-    seconds = time.perf_counter() - start
+    for number, batch in enumerate(itertools.islice(runner.val_dataloader, STEPS)):
+        runner.val_loop.run_iter(number, batch)
+        _wait_for_gpu()
+        now = time.perf_counter()
+        seconds.append(now - start)
+        start = now
     for metric in runner.val_loop.evaluator.metrics:  # what cannot be measured would end the run after its first epoch
         metric.evaluate(len(metric.results) * get_world_size())
-    return seconds
+    return _typical(seconds)
+
+
+def _typical(seconds: list[float]) -> float:
+    """The median without the first step, if there are others: a slow one does not tell how long a run takes."""
+    return statistics.median(seconds[1:] or seconds)
 
 
 def _validations(runner: Runner) -> int:

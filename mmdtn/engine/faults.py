@@ -5,6 +5,7 @@ import os
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from PIL import Image
 
@@ -20,13 +21,18 @@ class DataError(UserError):
 def coco_faults(path: str, classes: Sequence[str] = ()) -> list[str]:
     """What a COCO annotation file says that cannot be; an error where there is nothing in it to use.
 
-    ``classes`` are those of the config. A JSON file in another format has no faults, nor has one of COCO's that is not
-    of boxes but of captions, panoptic segments, or test images alone.
+    ``classes`` are those of the config, if its data set reads COCO files. A JSON file in another format has no faults,
+    nor has one of COCO's that is not of boxes but of captions, panoptic segments, or test images alone.
     """
     try:
         content = json.loads(Path(path).read_bytes())
     except ValueError as error:
         raise DataError(f'{path} is not JSON: {error}') from None
+    if isinstance(content, list) and classes:
+        raise DataError(
+            f'{path} is a list: COCO files are a dict with images, annotations and categories. Put the list into such '
+            'a dict, or choose a data set that reads lists.'
+        )
     if not isinstance(content, dict) or not _annotates_boxes(content):
         return []
     if lacking := [key for key in ('images', 'categories') if key not in content]:
@@ -56,12 +62,29 @@ def coco_faults(path: str, classes: Sequence[str] = ()) -> list[str]:
         if annotation['category_id'] not in categories:
             known = f'{min(categories)} to {max(categories)}' if categories else 'none'
             faults.append(f'{where} has category {annotation["category_id"]}; the file defines {known}')
-        box = annotation.get('bbox')
-        if not isinstance(box, list) or len(box) != 4 or not all(isinstance(side, int | float) for side in box):
+        box: Any = annotation.get('bbox')
+        if not _is_box(box):
             faults.append(f'{where} has no box of four numbers, but {box}')
         elif not (box[2] > 0 and box[3] > 0):  # NaN too
             faults.append(f'{where} is {box[2]} x {box[3]} pixels')
     return faults
+
+
+def without_unreadable(path: str) -> dict[str, Any] | None:
+    """The content of a COCO file without the annotations that stop MMDetection's reader; None if it has none of them.
+
+    The reader leaves out other faulty annotations itself. It stops at a box that is not four numbers, and at an id that
+    it has met before.
+    """
+    content = json.loads(Path(path).read_bytes())
+    readable = {a['id']: a for a in reversed(content['annotations']) if _is_box(a.get('bbox'))}
+    if len(readable) == len(content['annotations']):
+        return None
+    return dict(content, annotations=[*reversed(readable.values())])
+
+
+def _is_box(box: Any) -> bool:
+    return isinstance(box, list) and len(box) == 4 and all(isinstance(side, int | float) for side in box)
 
 
 def _check_classes(path: str, categories: list[str], classes: Sequence[str]) -> None:

@@ -186,6 +186,7 @@ def draw(image: Image.Image, found: dict[str, list], threshold: float) -> Image.
         lines = (f'{name} {score:.2f}' for name, score in zip(found['names'], found['scores'], strict=True))
         pen.text((4, 4), '\n'.join(lines), fill='white', stroke_width=2, stroke_fill='black')
         return picture
+    names = []
     for i, (box, label) in enumerate(zip(found['boxes'], found['labels'], strict=True)):
         if found['scores'][i] < threshold:
             continue
@@ -193,9 +194,20 @@ def draw(image: Image.Image, found: dict[str, list], threshold: float) -> Image.
         if 'masks' in found:
             picture.paste(colour, mask=Image.fromarray(mask_of(found['masks'][i]).astype(np.uint8) * 110))
         pen.rectangle(box, outline=colour, width=2)
-        text = f'{found["names"][i]} {found["scores"][i]:.2f}'
-        pen.text((box[0] + 3, box[1] + 2), text, fill=colour, stroke_width=1, stroke_fill='black')
+        names.append((box, f'{found["names"][i]} {found["scores"][i]:.2f}', colour))
+    for box, text, colour in names:  # over all boxes and masks
+        write_above(pen, picture.size, box, text, colour)
     return picture
+
+
+def write_above(pen: ImageDraw.ImageDraw, size: tuple[int, int], box: list[float], text: str, colour: str) -> None:
+    """Text on a background of the box's colour: above the box, or inside it where there is no room above."""
+    _, _, right, bottom = pen.textbbox((0, 0), text)
+    width, height = right + 4, bottom + 2
+    x = max(min(box[0], size[0] - width), 0)
+    y = box[1] - height if box[1] >= height else max(box[1], 0)
+    pen.rectangle((x, y, x + width, y + height), fill=colour)
+    pen.text((x + 2, y + 1), text, fill='black')
 
 
 def images_of(paths: list[str]) -> list[Path]:

@@ -1,11 +1,44 @@
 """What this package's normalisers beside DTN share: the checks of their input, and what others ask them."""
 
 import inspect
+import math
+import types
+from collections.abc import Mapping
+from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
 
 TORCHS_BATCH_AND_INSTANCE_NORMS = nn.modules.batchnorm._NormBase  # torch has no public name for them all
+
+
+KINDS: dict[Any, str] = {
+    bool: 'True or False',
+    int: 'a whole number',
+    float: 'a finite number',
+    types.NoneType: 'None',
+}
+
+
+def check_values(norm: type[nn.Module], values: Mapping[str, Any]) -> None:
+    """Compares the values of a norm's arguments with the types that its constructor declares."""
+    parameters = inspect.signature(norm).parameters
+    for name, value in values.items():
+        declared = parameters[name].annotation if name in parameters else None
+        kinds = get_args(declared) or (declared,)
+        if not all(kind in KINDS for kind in kinds):
+            continue  # names and sequences, which the norms check themselves
+        expected = ' or '.join(KINDS[kind] for kind in kinds)
+        if not any(_is(value, kind) for kind in kinds):
+            raise ValueError(f'{name}={value!r}: {norm.__name__} needs {expected}.')
+        if name == 'eps' and value < 0:
+            raise ValueError(f'eps={value!r}: {norm.__name__} takes roots, and needs a number from 0 on, as 1e-5.')
+
+
+def _is(value: Any, kind: Any) -> bool:
+    if isinstance(value, bool):
+        return kind is bool
+    return isinstance(value, int | float) and math.isfinite(value) if kind is float else isinstance(value, kind)
 
 
 class TokenNorm(nn.Module):
@@ -24,6 +57,7 @@ class TokenNorm(nn.Module):
             raise ValueError(
                 f'num_features={num_features!r}: {type(self).__name__} needs the number of channels, from 1 on.'
             )
+        check_values(type(self), dict(eps=eps))
         self.num_features = num_features
         self.eps = eps
 

@@ -16,7 +16,7 @@ class TokenBN(BatchStatisticsNorm):
         torch.Size([2, 25, 42, 64])
     """
 
-    def __init__(self, num_features: int, eps: float = 1e-5, momentum: float = 0.1) -> None:
+    def __init__(self, num_features: int, eps: float = 1e-5, momentum: float | None = 0.1) -> None:
         super().__init__(num_features, eps)
         self.momentum = momentum
         # As a part: mmengine's sync_bn replaces a batch norm by its class, and would lose the reshape of a subclass.
@@ -42,7 +42,7 @@ class RepBN(TokenBN):
         torch.Size([2, 25, 42, 64])
     """
 
-    def __init__(self, num_features: int, eps: float = 1e-5, momentum: float = 0.1) -> None:
+    def __init__(self, num_features: int, eps: float = 1e-5, momentum: float | None = 0.1) -> None:
         super().__init__(num_features, eps, momentum)
         self.eta = nn.Parameter(torch.ones(1))
 
@@ -65,7 +65,9 @@ class PRepBN(RepBN, TaperingNorm):
         torch.Size([2, 25, 42, 64])
     """
 
-    def __init__(self, num_features: int, eps: float = 1e-5, momentum: float = 0.1, taper_iters: int = 300_000) -> None:
+    def __init__(
+        self, num_features: int, eps: float = 1e-5, momentum: float | None = 0.1, taper_iters: int = 300_000
+    ) -> None:
         super().__init__(num_features, eps, momentum)
         if not isinstance(taper_iters, int) or taper_iters < 1:
             raise ValueError(f'taper_iters={taper_iters!r}: give training steps, from 1 on, or choose RepBN.')

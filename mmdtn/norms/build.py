@@ -10,7 +10,7 @@ import torch
 from mmengine.registry import MODELS
 from torch import nn
 
-from .base import TORCHS_BATCH_AND_INSTANCE_NORMS
+from .base import TORCHS_BATCH_AND_INSTANCE_NORMS, check_values
 from .batch import TokenBN
 from .dtn import DTN
 from .image import TokenGN, TokenIN
@@ -42,6 +42,8 @@ ANYWHERE = Place()
 def build_norm(cfg: dict[str, Any] | None, channels: int, place: Place = ANYWHERE) -> nn.Module:
     """A normaliser of the last dimension of ``B x H x W x C``; of None, the identity.
 
+    As in MMDetection, ``requires_grad=False`` in ``cfg`` freezes the parameters of any norm.
+
     Example:
         >>> build_norm(dict(type='DTN'), 64, Place(num_heads=4, pool_size=2))
         DTN(64, num_heads=4, pool_size=2)
@@ -53,8 +55,17 @@ def build_norm(cfg: dict[str, Any] | None, channels: int, place: Place = ANYWHER
     options = {name: getattr(place, name) for name in from_place} | cfg
     if issubclass(norm, DTN):
         options = _without_retired(options)
-    module = norm(channels, **{name: value for name, value in options.items() if name != 'type'})
-    if norm.__module__.partition('.')[0] not in ('torch', 'mmdtn') and not _takes_channels_last(module, channels):
+    requires_grad = options.pop('requires_grad', True)
+    if not isinstance(requires_grad, bool):
+        raise ValueError(f'norm_cfg has requires_grad={requires_grad!r}: give True, or False to freeze the norm.')
+    options = {name: value for name, value in options.items() if name != 'type'}
+    known = norm.__module__.partition('.')[0] in ('torch', 'mmdtn')
+    if known:
+        check_values(norm, options)
+    module = norm(channels, **options)
+    if not requires_grad:
+        module.requires_grad_(False)
+    if not known and not _takes_channels_last(module, channels):
         raise _channels_first(cfg, norm)
     return module
 

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 
 from mmdtn.ops import Settings, Tensors, dtn, prepare
 
+from .base import check_values
+
 POSITIONS = ('learned', 'uniform', 'identity')
 POSITION_INITS = ('local', 'trunc_normal')
 MANY_PREFIX_TOKENS = 16  # no published model has as many; with more the grid is wrong, and a hint would mislead
@@ -97,6 +99,7 @@ class DTN(nn.Module):
             pool_second_moment=pool_second_moment,
         )
         _check_arguments(num_features, **self.options)
+        check_values(DTN, self.options)
         self.eps = eps  # torch's own transformer layers ask their norms for it
         self.settings = Settings(pool_size, eps, prenorm, unbiased, pool_second_moment, position == 'identity')
         self.prefix_settings = self.settings._replace(pool_size=1, identity=True)
@@ -217,8 +220,8 @@ def start_position(position: Tensor, init: str) -> None:
 
 def mix_of(share: float) -> float:
     """What ``mean_mix`` and ``var_mix`` are for a lambda: 20 for 1, as float32 rounds the sigmoid of 20 to 1."""
-    if not 0 <= share <= 1:
-        raise ValueError(f'warm_start={share}: a lambda is a number from 0 to 1, as 0.999.')
+    if not isinstance(share, int | float) or isinstance(share, bool) or not 0 <= share <= 1:
+        raise ValueError(f'warm_start={share!r}: both lambdas start there, and need a number from 0 to 1, as 0.999.')
     inside = min(max(share, 1e-9), 1 - 1e-9)
     return min(max(math.log(inside / (1 - inside)), -20.0), 20.0)
 
@@ -252,7 +255,7 @@ def _check_arguments(
     if unbiased and num_features == 1:
         raise ValueError('unbiased=True divides by num_features - 1, which is 0 for num_features=1.')
     for name, fixed in dict(mean_lambda=mean_lambda, var_lambda=var_lambda).items():
-        if fixed is not None and not 0 <= fixed <= 1:
+        if fixed is not None and not (isinstance(fixed, int | float) and 0 <= fixed <= 1):
             raise ValueError(f'{name}={fixed!r}: a fixed lambda is a number from 0 to 1; None learns it.')
     for name, value, choices in (('position', position, POSITIONS), ('position_init', position_init, POSITION_INITS)):
         if value not in choices:

@@ -146,7 +146,14 @@ def converted_backbone(backbone: dict[str, Any], **options: Any) -> nn.Module:
 
 def _check_patterns(patterns: list[str], names: list[str]) -> None:
     for pattern in patterns:
-        if not any(re.search(pattern, name) for name in names):
+        try:
+            found = any(re.search(pattern, name) for name in names)
+        except re.error as error:
+            raise ValueError(
+                f'include and exclude take regular expressions, and {pattern!r} is none: {error}. For the character '
+                r'itself write a backslash in front of it, as in r"\(".'
+            ) from None
+        if not found:
             raise ValueError(f'{pattern!r} is in the name of no LayerNorm; their names are like {names[:3]}.')
 
 
@@ -199,5 +206,5 @@ def _like(old: Any, norm_cfg: dict[str, Any], place: Place, warm_start: float | 
             if source is None:
                 target.requires_grad_(False)
             else:
-                target.copy_(source).requires_grad_(source.requires_grad)
+                target.copy_(source).requires_grad_(target.requires_grad and source.requires_grad)
     return new.train(old.training)

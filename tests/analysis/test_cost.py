@@ -1,3 +1,5 @@
+import re
+
 import pytest
 import torch
 from mmengine.analysis import FlopAnalyzer
@@ -5,9 +7,11 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from mmdtn.analysis import SavedBytes, flops_by_module, norm_flops
+from mmdtn.datasets import write_coco
 from mmdtn.models import read_config
 from mmdtn.norms import DTN
 from mmdtn.ops import reference
+from tests.training import write_detector
 from tools.analysis_tools import get_flops
 
 
@@ -36,13 +40,30 @@ def test_flops_of_a_norm_are_those_that_torch_and_mmengine_count(pool_size):
     assert norm_flops(nn.LayerNorm(64), 13, 20, 64) == plain == flops_by_module(nn.LayerNorm(64), x)['']
 
 
-def test_the_backbone_of_a_detector_may_be_a_converted_one(tmp_path):
+def test_a_detector_is_counted_whole_and_its_backbone_too(tmp_path, capsys, monkeypatch):
     config = tmp_path / 'converted.py'
     config.write_text(
-        "default_scope = 'mmdet'\n"
+        "_base_ = 'mmdet::pvt/retinanet_pvt-t_fpn_1x_coco.py'\n"
         "_pvt = dict(type='PyramidVisionTransformer', embed_dims=8, num_layers=[1] * 4, num_heads=[1, 2, 4, 8])\n"
-        "model = dict(type='RetinaNet', backbone=dict(type='ConvertedBackbone', backbone=_pvt))\n"
+        "custom_imports = dict(imports=['mmdtn'])\n"
+        "model = dict(backbone=dict(_delete_=True, type='ConvertedBackbone', backbone=_pvt),\n"
+        '             neck=dict(in_channels=[8, 16, 32, 64]))\n'
     )
-    backbone = get_flops.counted(read_config(config))
-    assert sum(isinstance(m, DTN) for m in backbone.modules()) == 8
-    assert get_flops.count(backbone, (64, 64))[0] > 0
+    model = get_flops.counted(read_config(config))
+    assert sum(isinstance(m, DTN) for m in model.backbone.modules()) == 8
+    monkeypatch.setattr('sys.argv', ['get_flops.py', str(config), '--shape', '64', '96'])
+    get_flops.main()
+    rows = re.findall(r'^(.*): ([\d.]+) GFLOPs.*?, ([\d.]+)M parameters$', capsys.readouterr().out, re.M)
+    image = torch.zeros(1, 3, 64, 96)
+    for (name, flops, parameters), part in zip(rows, (model, model.backbone), strict=True):
+        assert float(flops) == pytest.approx(flops_by_module(part, image)[''] / 1e9, abs=1e-3), name
+        assert float(parameters) == pytest.approx(sum(p.numel() for p in part.parameters()) / 1e6, abs=1e-2), name
+    assert [name for name, *_ in rows] == [str(config), '  the backbone']
+
+
+@pytest.mark.slow
+def test_a_detector_whose_head_asks_for_the_size_of_the_image_is_counted(tmp_path):
+    data = write_coco(tmp_path / 'coco', train=1, val=1, sides=(64, 80))
+    model = get_flops.counted(read_config(write_detector(tmp_path / 'detector.py', data, masks=True)))
+    parts = get_flops.count_parts(model, (64, 96))
+    assert parts[''] > parts['backbone'] + parts['rpn_head'] > parts['backbone'] > 0

@@ -187,6 +187,9 @@ def test_pictures_of_each_exit(tmp_path, trained, capsys):
     assert sorted(chosen) == found.hit[0].nonzero()[:, 0].tolist()
     first = chosen[: len({labels[i] for i in chosen})]
     assert len({labels[i] for i in first}) == len(first), 'one of each class before the second of any'
+    options = ['--out', str(tmp_path / 'few.png'), '--cfg-options', 'val_dataloader.dataset.indices=10']
+    browse_exits.main([config, checkpoint, *options])
+    assert f'exit 1 is the first that is right for {found.hit[0][:10].sum()} of 10 images' in capsys.readouterr().out
 
 
 def test_flops_are_printed_for_each_exit(trained, curve, capsys, monkeypatch):

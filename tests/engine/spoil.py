@@ -1,5 +1,6 @@
-"""Parts for configs in tests: a transform that spoils one image, a hook that tells in what precision a model runs."""
+"""Parts for configs in tests: a transform that spoils an image, and hooks that tell precision or slow a step down."""
 
+import time
 from pathlib import Path
 
 import numpy as np
@@ -31,3 +32,13 @@ class SeeDtypes(Hook):
             runner.logger.info(f'SeeDtypes: convolution {output.dtype}, weight {module.weight.dtype}')
 
         handle = layer.register_forward_hook(see)
+
+
+@HOOKS.register_module()
+class SlowStep(Hook):
+    def __init__(self, number):
+        self.number = number
+
+    def before_train_iter(self, runner, *args, **kwargs):
+        if runner.iter + 1 == self.number:
+            time.sleep(4)

@@ -88,6 +88,10 @@ def test_files_without_anything_to_use(annotations, tmp_path):
     path.write_text('{"images": [{"id": 1, "file_na')
     with pytest.raises(DataError, match=r'half\.json is not JSON: .* line 1 column'):
         coco_faults(str(path))
+    path.write_text('[]')
+    with pytest.raises(DataError, match=r'half\.json is a list'):
+        coco_faults(str(path), ['ring'])
+    assert coco_faults(str(path)) == []  # as the captions of MMPretrain
     path.write_text('{"metainfo": {}, "data_list": []}')
     assert coco_faults(str(path)) == []  # OpenMMLab's own format
 

@@ -8,11 +8,12 @@ from hypothesis import strategies as st
 from mmengine.config import Config, ConfigDict
 from mmengine.dataset import Compose
 from mmengine.registry import init_default_scope
+from PIL import Image
 from pycocotools.mask import decode, frPyObjects
 
 from mmdtn.errors import UserError
 from mmdtn.export.inputs import steps_of
-from mmdtn.export.predict import as_opencv, mask_of, prepare, run_lengths
+from mmdtn.export.predict import as_opencv, draw, mask_of, prepare, run_lengths
 
 sides = st.integers(1, 300)
 
@@ -84,3 +85,23 @@ def test_run_lengths(height, width, seed):
     assert (mask_of(code) == mask).all() and sum(code['counts']) == mask.size
     compressed = frPyObjects(dict(size=code['size'], counts=code['counts']), height, width)
     np.testing.assert_array_equal(decode(compressed), mask)
+
+
+@pytest.mark.parametrize(
+    ('box', 'label_at'),
+    [
+        ((20, 40, 120, 90), (21, 39)),  # above the box
+        ((20, 2, 120, 90), (21, 3)),  # no room above: inside
+        ((180, 40, 199, 90), (170, 39)),  # no room to the right: moved to the left
+    ],
+)
+def test_labels_have_a_background_and_leave_the_line_of_the_box_whole(box, label_at):
+    found = dict(boxes=[list(box)], labels=[1], scores=[0.9], names=['ring'])
+    picture = np.asarray(draw(Image.new('RGB', (200, 100), 'white'), found, 0.3))
+    colour = picture[box[3], (box[0] + box[2]) // 2]
+    assert (picture[label_at[1], label_at[0]] == colour).all()
+    assert (picture[box[1], box[0] : box[2] + 1] == colour).all(), 'the upper line'
+    written = (picture < 100).all(-1)
+    assert written.sum() > 20, 'dark text'
+    _, columns = written.nonzero()
+    assert columns.max() < 199 and not written[box[1]].any()

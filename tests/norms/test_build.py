@@ -1,6 +1,7 @@
 """From a norm_cfg to a module, by its class."""
 
 import pytest
+import timm
 import torch
 from mmcv.cnn.bricks.norm import build_norm_layer  # noqa: F401  # registers MM's channels-first norms under short names
 from mmengine.registry import MODELS
@@ -8,10 +9,13 @@ from mmpretrain.models.utils import LayerNorm2d
 from torch import nn
 
 import mmdtn.backbones
-from mmdtn.norms import DTN, Place, build_norm
+from mmdtn.norms import DTN, Place, TokenBN, build_norm
+from mmdtn.surgery.conversion import convert_norms
 
 from ..backbones.test_all import CASES
 
+NORMS = ['BN', 'DTN', 'DyT', 'Derf', 'FeatureNorm', 'GN', 'IN', 'LN', 'PRepBN', 'PowerNorm', 'RMSNorm', 'RepBN', 'SN']
+NORMS += ['ScaleNorm', 'UN']
 BACKBONES = ['pvt', 'swin', 'vit', 't2t', 'levit']
 
 
@@ -99,3 +103,58 @@ def test_settings_of_older_versions_mean_what_they_meant():
     assert repr(build_norm(dict(type='DTN', compiled=None, mix_mean=True), 8)) == 'DTN(8)'
     (maps,) = MODELS.build(dict(type='ViTDTN', arch='t', norm_cfg=old))(torch.zeros(1, 3, 32, 32))
     assert maps.shape == (1, 192)
+
+
+@pytest.mark.parametrize('kind', NORMS)
+def test_requires_grad_is_accepted_for_every_norm(kind):
+    """MMDetection's configs have ``dict(type='BN', requires_grad=True)`` in most places."""
+    free = build_norm(dict(type=kind, requires_grad=True), 8)
+    frozen = build_norm(dict(type=kind, requires_grad=False), 8)
+    assert repr(free) == repr(frozen) == repr(build_norm(dict(type=kind), 8))
+    assert all(parameter.requires_grad for parameter in free.parameters())
+    assert not any(parameter.requires_grad for parameter in frozen.parameters())
+
+
+def test_requires_grad_reaches_the_norms_of_a_backbone_and_of_a_converted_model():
+    backbone = build('pvt', type='DTN', requires_grad=False)
+    model = nn.Sequential(timm.create_model('vit_tiny_patch16_224', depth=1))
+    convert_norms(model, norm_cfg=dict(type='DTN', prenorm=False, requires_grad=False))
+    for norms in ([m for m in built.modules() if isinstance(m, DTN)] for built in (backbone, model)):
+        assert norms and not any(parameter.requires_grad for norm in norms for parameter in norm.parameters())
+    with pytest.raises(ValueError, match="requires_grad='no'"):
+        build_norm(dict(type='DTN', requires_grad='no'), 8)
+
+
+@pytest.mark.parametrize('eps', [-1, float('nan'), float('inf'), '1e-5', True, None])
+@pytest.mark.parametrize('kind', NORMS)
+def test_an_eps_that_gives_no_root_is_refused_when_the_norm_is_built(kind, eps):
+    with pytest.raises(ValueError, match=f'eps={eps!r}'):
+        build_norm(dict(type=kind, eps=eps), 8)
+
+
+@pytest.mark.parametrize(
+    ('kind', 'wrong'),
+    [
+        ('DTN', dict(prenorm='no')),
+        ('DTN', dict(affine=1)),
+        ('DTN', dict(mean_lambda='a')),
+        ('DTN', dict(var_lambda=True)),
+        ('BN', dict(momentum='0.1')),
+        ('PowerNorm', dict(warmup_iters=1.5)),
+        ('SN', dict(batch='False')),
+        ('UN', dict(window='4')),
+        ('LN', dict(elementwise_affine='no')),
+    ],
+)
+def test_values_of_a_wrong_type_are_refused_when_the_norm_is_built(kind, wrong):
+    ((name, value),) = wrong.items()
+    with pytest.raises(ValueError, match=f'{name}={value!r}'):
+        build_norm(dict(type=kind, **wrong), 8)
+
+
+@pytest.mark.parametrize('norm', [DTN, TokenBN])
+def test_norms_built_without_a_norm_cfg_check_eps_too(norm):
+    with pytest.raises(ValueError, match='eps=-1'):
+        norm(8, eps=-1)
+    assert norm(8, eps=0).eps == 0
+    assert build_norm(dict(type='BN', momentum=None), 8).momentum is None

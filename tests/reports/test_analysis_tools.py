@@ -129,7 +129,14 @@ def test_a_detector_on_a_folder_without_annotations(shapes, tmp_path):
         config, save(config, tmp_path / 'it.pth'), '--images', shapes / 'val', '--number', '1', '--out', out
     )  # fmt: skip
     assert 'without annotated objects' not in page.text
-    assert {row['image'] for row in read(out / 'where_it_looks.csv')} == {'000001.jpg'}
+    rows = read(out / 'where_it_looks.csv')
+    assert {row['image'] for row in rows} == {'000001.jpg'}
+    sides = Image.open(shapes / 'val' / '000001.jpg').size[::-1]
+    finest = next(row['what'] for row in rows if row['what'].startswith('magnitude after'))
+    places = [tuple(map(int, row['where'].split())) for row in rows if row['what'] == finest]
+    scaled = [round(side * 96 / max(sides)) for side in sides]
+    assert [max(axis) + 1 for axis in zip(*places, strict=True)] == [-(-side // 4) for side in scaled], 'no padding'
+    assert min(scaled) <= 92, 'but there was some'
 
 
 @pytest.mark.parametrize('more', ['', SCOPED], ids=['name', 'scope'])

@@ -249,6 +249,8 @@ def test_include_and_exclude():
     assert report.kept['blocks.0.norm2'] == 'is excluded' and report.kept['blocks.1.norm1'] == 'is not included'
     with pytest.raises(ValueError, match=r"'ln_1' is in the name of no LayerNorm; their names are like \['blocks"):
         convert_norms(vit(), (64, 64), include='ln_1')
+    with pytest.raises(ValueError, match=r"'\(' is none: .*position 0"):
+        convert_norms(vit(), (64, 64), include='(')
 
 
 @pytest.mark.parametrize('name', ['vit', 'mmpretrain convnext'])
@@ -399,6 +401,8 @@ def test_a_model_that_cannot_be_run_says_why():
         (dict(type='DTN'), 0.999, 'prenorm=False'),
         (dict(type='DTN', prenorm=False, mean_lambda=0.5), 0.999, 'both lambdas learned'),
         (dict(type='DTN', prenorm=False), 1.5, r'warm_start=1\.5'),
+        (dict(type='DTN', prenorm=False), 'a', "warm_start='a'.* from 0 to 1"),
+        (dict(type='DTN', prenorm=False), True, 'warm_start=True.* from 0 to 1'),
         (dict(type='DTN', prenorm=False, num_heads=5), 0.999, 'num_heads=5 does not divide num_features=24'),
         (dict(type='BN2d'), 0.999, 'channels last'),
     ],

@@ -73,8 +73,8 @@ def test_strict_stops_at_a_broken_image(tmp_path, detector):
         train([str(detector), '--strict', '--work-dir', str(tmp_path / 'work')])
 
 
-def change_annotations(tmp_path, change):
-    path = tmp_path / 'coco' / 'annotations' / 'instances_train.json'
+def change_annotations(tmp_path, change, split='train'):
+    path = tmp_path / 'coco' / 'annotations' / f'instances_{split}.json'
     content = json.loads(path.read_text())
     change(content)
     path.write_text(json.dumps(content))
@@ -100,12 +100,33 @@ def test_faults_of_annotations_are_named_and_left_out(tmp_path, detector):
 
 
 @pytest.mark.slow
+def test_annotations_that_mmdetection_cannot_read_are_left_out_of_training_and_evaluation(tmp_path, detector):
+    def change(content):
+        content['annotations'][0]['bbox'].pop()
+        content['annotations'][2]['id'] = content['annotations'][1]['id']
+
+    paths = [change_annotations(tmp_path, change, split) for split in ('train', 'val')]
+    options = ['train_cfg.max_epochs=1', 'experiment_name=unreadable']
+    train([str(detector), '--work-dir', str(tmp_path / 'work'), '--cfg-options', *options])
+    log = log_of(tmp_path / 'work')
+    for path in paths:
+        assert f'{path} has 2 faults:' in log
+        (copy,) = (tmp_path / 'work').rglob(path.name)
+        original = json.loads(path.read_text())['annotations']
+        assert json.loads(copy.read_text())['annotations'] == [original[1], *original[3:]]
+    assert 'Evaluating bbox' in log
+
+
+@pytest.mark.slow
 def test_annotation_files_that_cannot_be_used_stop_the_run(tmp_path, detector):
     path = change_annotations(tmp_path, lambda content: content.update(images=[]))
     with pytest.raises(SystemExit, match=rf'error: {path} has no images'):
         train([str(detector), '--work-dir', str(tmp_path / 'work')])
     path.write_text('<html>')
     with pytest.raises(SystemExit, match=rf'error: {path} is not JSON: .*line 1'):
+        train([str(detector), '--work-dir', str(tmp_path / 'work')])
+    path.write_text('[]')
+    with pytest.raises(SystemExit, match=rf'error: {path} is a list: COCO files are'):
         train([str(detector), '--work-dir', str(tmp_path / 'work')])
 
 

@@ -1,11 +1,14 @@
 """What a person who calls tools/train.py meets: errors in one line, flags, logs, a dry run."""
 
+import errno
 import json
 import os
 import re
+import signal
 import sys
 from io import StringIO
 from pathlib import Path
+from subprocess import PIPE, Popen
 
 import mmpretrain
 import pytest
@@ -21,6 +24,7 @@ from mmdtn.engine.hooks import StopOnNonFiniteHook
 from mmdtn.engine.launch import add_runtime
 from mmdtn.errors import UserError
 from tests.training import REPO, run_command, run_tool, write_classifier, write_detector
+from tools.analysis_tools import browse_dataset
 from tools.train import RUNTIME, configure, main, parse_args
 
 
@@ -112,13 +116,63 @@ def test_the_exit_code_and_the_last_line(tmp_path, classifier):
     assert 'nearest: LinearClsHead' in done.stderr.strip().splitlines()[-1]
 
 
-def test_ctrl_c_says_how_to_go_on(tmp_path, classifier, monkeypatch):
+@pytest.mark.slow
+def test_ctrl_c_says_how_to_go_on(tmp_path, classifier):
+    command = [sys.executable, str(REPO / 'tools' / 'train.py'), str(classifier), '--work-dir', str(tmp_path / 'work')]
+    options = ['--cfg-options', 'train_cfg.max_epochs=10000', 'default_hooks.checkpoint.interval=10000']
+    environment = dict(os.environ, PYTHONPATH=str(REPO), PYTHONUNBUFFERED='1')
+    with Popen([*command, *options], cwd=tmp_path, env=environment, stdout=PIPE, stderr=PIPE, text=True) as training:
+        next(line for line in training.stdout if 'Epoch(train)' in line or 'Epoch(val)' in line)
+        training.send_signal(signal.SIGINT)
+        _, errors = training.communicate(timeout=60)
+    assert training.returncode == 130
+    assert errors.strip().splitlines()[-1].startswith('error: stopped; --resume goes on')
+    assert 'Traceback' not in errors
+
+
+def test_ctrl_c_ends_other_tools_with_the_same_code(tmp_path, classifier, monkeypatch, capsys):
     def interrupted(*args):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr('tools.train.check_data', interrupted)
-    with pytest.raises(SystemExit, match='error: stopped; --resume goes on'):
-        main([str(classifier), '--work-dir', str(tmp_path / 'work')])
+    monkeypatch.setattr('tools.analysis_tools.browse_dataset.browse', interrupted)
+    with pytest.raises(SystemExit) as stopped:
+        browse_dataset.main([str(classifier), '--out', str(tmp_path)])
+    assert stopped.value.code == 130 and capsys.readouterr().err == 'error: stopped.\n'
+    with pytest.raises(KeyboardInterrupt):
+        browse_dataset.main([str(classifier), '--out', str(tmp_path), '--debug'])
+
+
+def test_a_full_disk_is_one_line_and_the_run_goes_on_from_the_last_checkpoint(tmp_path, classifier, monkeypatch):
+    first, fsync = tmp_path / 'work' / 'epoch_1.pth', os.fsync
+
+    def full(file):
+        if first.exists() and os.fstat(file).st_size > 2**16:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        fsync(file)
+
+    monkeypatch.setattr(os, 'fsync', full)
+    options = ['--cfg-options', 'train_cfg.val_interval=9']
+    with pytest.raises(SystemExit) as stopped:
+        main([str(classifier), '--work-dir', str(tmp_path / 'work'), *options])
+    message = stopped.value.code
+    assert re.fullmatch(
+        rf'error: {tmp_path}/work/epoch_2\.pth cannot be written, as the disk is full: it needs [1-9]\S* MB, and its '
+        rf'disk has [1-9]\S* MB left\. .*{first}, is whole\. .*--resume\.',
+        message,
+    ), message
+    assert sorted(path.name for path in first.parent.glob('*.pth*')) == ['epoch_1.pth']
+    monkeypatch.undo()
+    main([str(classifier), '--work-dir', str(tmp_path / 'work'), '--resume', *options])
+    assert (tmp_path / 'work' / 'epoch_2.pth').exists()
+
+
+@pytest.mark.slow
+def test_a_checkpoint_larger_than_files_may_be(tmp_path, classifier):
+    command = f'ulimit -f 100; exec {sys.executable} {REPO}/tools/train.py {classifier} --work-dir work'
+    done = run_command('bash', '-c', command, cwd=tmp_path, check=False)
+    assert done.returncode == 1 and 'Traceback' not in done.stderr
+    message = done.stderr.strip().splitlines()[-1]
+    assert 'epoch_1.pth cannot be written' in message and 'ulimit -f' in message and 'no checkpoint before' in message
 
 
 def test_an_option_that_the_config_does_not_know_is_told(classifier):
@@ -321,7 +375,16 @@ def test_dry_run_reports_and_leaves_nothing(tmp_path, kind, request, capsys, mon
     expected = float(found[1]) * steps + float(validation[1]) * batches * 3
     assert hours * 3600 + minutes * 60 + seconds == pytest.approx(expected, abs=1.5)
     assert sorted(os.listdir(tmp_path)) == before
-    assert report.count('Epoch(train)') == 2
+    assert report.count('Epoch(train)') == 6
+
+
+@pytest.mark.slow
+def test_one_slow_step_does_not_lengthen_what_a_dry_run_predicts(tmp_path, classifier, capsys):
+    classifier.write_text(
+        classifier.read_text() + "custom_hooks = [dict(type='tests.engine.spoil.SlowStep', number=2)]"
+    )
+    main([str(classifier), '--dry-run'])
+    assert float(re.search(r'training step: ([\d.]+) s', capsys.readouterr().out)[1]) < 2
 
 
 def test_weights_that_do_not_fit_are_one_line(tmp_path, classifier):

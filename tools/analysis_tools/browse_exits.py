@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import cast
 
 import mmcv
+from mmengine.config import Config, DictAction
 from mmengine.dataset import BaseDataset
 from numpy.typing import NDArray
 
@@ -39,8 +40,7 @@ def image_and_class(dataset: BaseDataset, index: int) -> tuple[NDArray, str]:
     return image, str(info['gt_label']) if classes is None else classes[info['gt_label']].partition(',')[0]
 
 
-def browse(config: str, checkpoint: str, out: Path) -> None:
-    cfg = read_config(config)
+def browse(cfg: Config, checkpoint: str, out: Path) -> None:
     model = load_cascade(cfg, checkpoint)
     loader = build_loader(cfg, 'val_dataloader')
     found = answers(model, loader)
@@ -62,10 +62,11 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument('config')
     parser.add_argument('checkpoint')
     parser.add_argument('--out', type=Path, required=True, help='the picture, as exits.png')
+    parser.add_argument('--cfg-options', nargs='+', action=DictAction, help='settings to change, as in a.b=1 c=[2,3]')
     parser.add_argument('--debug', action='store_true', help='show the traceback of every error')
     args = parser.parse_args(arguments)
     with readable_errors(args.debug):
-        browse(args.config, args.checkpoint, args.out)
+        browse(read_config(args.config, args.cfg_options), args.checkpoint, args.out)
 
 
 if __name__ == '__main__':

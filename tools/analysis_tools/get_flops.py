@@ -1,7 +1,7 @@
 """FLOPs and parameters of a config's model: python tools/analysis_tools/get_flops.py CONFIG --shape 224 224
 
-Counts the whole of a classifier and the backbone of a detector; of a cascade also what an image costs that leaves at
-each exit. A FLOP is a multiply-add, as in the papers' tables.
+Counts the whole model, as MMDetection's and MMPretrain's tools do, and for a detector the backbone in a row of its own.
+For a cascade it also shows what an image costs that leaves at each exit. A FLOP is a multiply-add, as in the papers.
 """
 
 import argparse
@@ -17,20 +17,37 @@ from mmdtn.errors import readable_errors
 from mmdtn.models import build, build_backbone, read_config
 from mmdtn.registry import class_of, package_of
 
+WHOLE = ('mmdet', 'mmpretrain')  # packages whose models take one tensor of images
+
 
 def counted(cfg: Config) -> nn.Module:
-    """The classifier or cascade, or the detector's backbone, without pretrained weights."""
+    """The model, without pretrained weights; of a package that is not in ``WHOLE``, its backbone."""
     return build(cfg) if is_whole(cfg) else build_backbone(cfg)
 
 
 def is_whole(cfg: Config) -> bool:
     kind = class_of(cfg.model, MODELS)
-    return package_of(kind) == 'mmpretrain' or issubclass(kind, DVT)
+    return package_of(kind) in WHOLE or issubclass(kind, DVT)
+
+
+def count_parts(model: nn.Module, shape: tuple[int, int]) -> dict[str, int]:
+    """FLOPs of the model, under ``''``, and of each part of it."""
+    images, more = torch.zeros(1, 3, *shape), ()
+    if package_of(type(model)) == 'mmdet':
+        from mmdet.structures import DetDataSample
+
+        sizes = dict.fromkeys(('ori_shape', 'img_shape', 'pad_shape', 'batch_input_shape'), shape)
+        more = ([DetDataSample(metainfo=dict(sizes, scale_factor=(1.0, 1.0)))],)
+    return flops_by_module(model, images, *more)
 
 
 def count(model: nn.Module, shape: tuple[int, int]) -> tuple[int, int]:
     """FLOPs and parameters."""
-    return flops_by_module(model, torch.zeros(1, 3, *shape))[''], sum(p.numel() for p in model.parameters())
+    return count_parts(model, shape)[''], _parameters(model)
+
+
+def _parameters(model: nn.Module) -> int:
+    return sum(p.numel() for p in model.parameters())
 
 
 def main() -> None:
@@ -46,9 +63,12 @@ def main() -> None:
 def show(config: str, height: int, width: int) -> None:
     cfg = read_config(config)
     model = counted(cfg)
-    flops, parameters = count(model, (height, width))
+    flops = count_parts(model, (height, width))
     what = config if is_whole(cfg) else f'the backbone of {config}'
-    print(f'{what}: {flops / 1e9:.3f} GFLOPs at {height} x {width}, {parameters / 1e6:.2f}M parameters')
+    print(f'{what}: {flops[""] / 1e9:.3f} GFLOPs at {height} x {width}, {_parameters(model) / 1e6:.2f}M parameters')
+    if package_of(type(model)) == 'mmdet':
+        parameters = _parameters(model.get_submodule('backbone'))
+        print(f'  the backbone: {flops["backbone"] / 1e9:.3f} GFLOPs, {parameters / 1e6:.2f}M parameters')
     if isinstance(model, DVT):
         costs = exit_flops(model, torch.zeros(1, 3, height, width))
         for number, (cost, own) in enumerate(zip(costs, model.exits, strict=True), 1):

@@ -1,7 +1,8 @@
 """Checkpoints that are whole or absent, whenever the process is killed."""
 
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from mmengine.hooks import CheckpointHook
 from mmengine.registry import HOOKS
 from mmengine.runner import Runner
 
-from mmdtn.files import PARTIAL, write_whole_files
+from mmdtn.files import PARTIAL, NoRoomError, write_whole_files
 
 
 @HOOKS.register_module()
@@ -36,16 +37,30 @@ class WholeCheckpointHook(CheckpointHook):
                 leftover.unlink()
 
     def after_train_iter(self, *args: Any, **kwargs: Any) -> None:
-        super().after_train_iter(*args, **kwargs)
+        with self._naming_the_last():
+            super().after_train_iter(*args, **kwargs)
         self._delete_old()
 
     def after_train_epoch(self, *args: Any, **kwargs: Any) -> None:
-        super().after_train_epoch(*args, **kwargs)
+        with self._naming_the_last():
+            super().after_train_epoch(*args, **kwargs)
         self._delete_old()
 
     def after_val_epoch(self, *args: Any, **kwargs: Any) -> None:
-        super().after_val_epoch(*args, **kwargs)
+        with self._naming_the_last():
+            super().after_val_epoch(*args, **kwargs)
         self._delete_old()
+
+    @contextmanager
+    def _naming_the_last(self) -> Iterator[None]:
+        """Where a checkpoint does not fit on the disk, the error says from which one the run can go on."""
+        try:
+            yield
+        except NoRoomError as error:
+            last = newest_whole_checkpoint(self.out_dir)
+            left = f'The last checkpoint, {last}, is whole.' if last else 'There is no checkpoint before it.'
+            how = 'go on with --resume' if last else 'start again'
+            raise NoRoomError(f'{error} {left} Make room, then {how}.') from None
 
     def _delete_old(self) -> None:
         best = [getattr(self, 'best_ckpt_path', None), *getattr(self, 'best_ckpt_path_dict', {}).values()]
