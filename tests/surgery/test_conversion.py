@@ -404,7 +404,7 @@ def test_a_model_that_cannot_be_run_says_why():
         (dict(type='DTN', prenorm=False), 'a', "warm_start='a'.* from 0 to 1"),
         (dict(type='DTN', prenorm=False), True, 'warm_start=True.* from 0 to 1'),
         (dict(type='DTN', prenorm=False, num_heads=5), 0.999, 'num_heads=5 does not divide num_features=24'),
-        (dict(type='BN2d'), 0.999, 'channels last'),
+        (dict(type=torch.nn.BatchNorm2d), 0.999, 'channels last'),
     ],
 )
 def test_options_that_make_no_norm_leave_the_model_alone(norm_cfg, warm_start, words):

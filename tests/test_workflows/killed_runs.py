@@ -14,7 +14,7 @@ from pathlib import Path
 import mmpretrain.models  # noqa: F401
 import torch
 
-from mmdtn.engine.hooks.whole_checkpoint import WholeFileBackend
+from mmdtn.files import WholeFileBackend
 from tools.train import main as train
 
 
