@@ -55,7 +55,7 @@ def models() -> Iterator[tuple[nn.Module, list[tuple[int, int, int]]]]:
         for arch in archs:
             detects = backbone in DETECTORS and arch in ('tiny', 'small', 'v2-b0', 'v2-b2')
             with FakeTensorMode():
-                model = backbone(arch).eval()
+                model = backbone(arch, out_type='featmap').eval()
             yield model, [(1, 224, 224), *([(2, 800, 1344), (1, 672, 1120)] if detects else [])]
     for name in CONVERTED:
         model = timm.create_model(name).eval()
