@@ -2,10 +2,10 @@
 
 The back ends are ``dtn_triton`` on GPUs and ``dtn_cpu`` on CPUs. ``reference`` computes everything else.
 
-Plain tensors take the short way, an ``autograd.Function`` that calls the back end. Everything else (compilers, fake
-tensors, dispatch modes) goes through the custom operators ``mmdtn::dtn`` and ``mmdtn::dtn_backward``. They compute the
-same, but torch's dispatcher takes more time on the host. torch.compile cannot trace into custom operators. So it saves
-only their inputs and outputs for the backward pass, and no intermediate results.
+Plain tensors go through an ``autograd.Function`` that calls the back end. Compilers, fake tensors and dispatch modes
+use the custom operators ``mmdtn::dtn`` and ``mmdtn::dtn_backward``. Both ways compute the same, but the operators take
+more time on the host. torch.compile cannot trace into custom operators, so it saves only their inputs and outputs for
+the backward pass.
 """
 
 import functools
@@ -26,7 +26,7 @@ NUM_TENSORS, NUM_SETTINGS = len(Tensors._fields), len(Settings._fields)
 
 
 def dtn(t: Tensors, s: Settings, dtype: torch.dtype | None = None) -> Tensor:
-    """Normalises ``t.x``, ``B x H x W x C``. The result has ``dtype``, or else the dtype that LayerNorm would give."""
+    """Normalises ``t.x``, ``B x H x W x C``. Without ``dtype`` the result has the dtype that LayerNorm would give."""
     dtype = _dtype_of_layernorm(t.x) if dtype is None else dtype
     if _wants_plain_torch(t.x):
         with _exact_products(t.x.device.type):
@@ -34,7 +34,7 @@ def dtn(t: Tensors, s: Settings, dtype: torch.dtype | None = None) -> Tensor:
     plain = type(t.x) in (Tensor, torch.nn.Parameter) and not is_in_torch_dispatch_mode()
     if not plain or torch.compiler.is_compiling():
         return _dtn(*t, dtype, *s)[0]
-    _back_end(t.x)  # processes of a training run agree on it here: inside a Function the gradient mode is off
+    _back_end(t.x)  # the processes of a run agree on it here, because gradient mode is off inside a Function
     return _Eager.apply(*t, dtype, *s)[0]
 
 
@@ -46,7 +46,7 @@ def _dtype_of_layernorm(x: Tensor) -> torch.dtype:
 
 
 def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
-    """The output, and what is saved for the backward pass."""
+    """Returns the output and the tensor saved for the backward pass."""
     t, dtype, s = _contiguous(arguments[:NUM_TENSORS]), arguments[NUM_TENSORS], Settings(*arguments[NUM_TENSORS + 1 :])
     if (back_end := _back_end(t.x)) is not None:
         return back_end.forward(t, s, dtype)
@@ -56,7 +56,7 @@ def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
 
 
 def _backward(grad: Tensor, *arguments: Any) -> Tensors:
-    """The gradients of x and of the parameters."""
+    """Returns the gradients of x and of the parameters."""
     t, kept, s = _contiguous(arguments[:NUM_TENSORS]), arguments[NUM_TENSORS], Settings(*arguments[NUM_TENSORS + 1 :])
     if (back_end := _back_end(t.x)) is not None:
         return back_end.backward(grad.contiguous(), t, kept, s)
@@ -132,7 +132,7 @@ def _differentiate(backward: Callable, ctx: Any, grad: Tensor | None, _: None) -
     no_others = (None,) * (1 + NUM_SETTINGS)
     if grad is None:
         return *(None,) * NUM_TENSORS, *no_others
-    if torch.is_grad_enabled():  # create_graph=True: the gradients will be differentiated
+    if torch.is_grad_enabled():  # create_graph=True: the gradients themselves will be differentiated
         t = Tensors(*ctx.saved_tensors[:NUM_TENSORS])
         return *_reference_gradients(grad, t, ctx.settings), *no_others
     return *backward(grad, *ctx.saved_tensors, *ctx.settings), *no_others
@@ -142,7 +142,7 @@ _dtn.register_autograd(functools.partial(_differentiate, _dtn_backward), setup_c
 
 
 class _Eager(torch.autograd.Function):
-    """``mmdtn::dtn`` without torch's dispatcher."""
+    """The operator ``mmdtn::dtn`` without the overhead of torch's dispatcher."""
 
     forward = staticmethod(_forward)
     setup_context = staticmethod(_save)
@@ -150,7 +150,7 @@ class _Eager(torch.autograd.Function):
 
 
 def _reference_gradients(grad: Tensor, t: Tensors, s: Settings) -> Tensors:
-    # torch.func also differentiates inside a custom operator, where autograd is off.
+    # Unlike autograd, torch.func can differentiate inside a custom operator.
     with _exact_products(grad.device.type):
         y, pull_back, *_ = torch.func.vjp(functools.partial(reference.dtn, s=s), t)
         return pull_back(grad.to(y.dtype))[0]
@@ -161,7 +161,7 @@ def _contiguous(tensors: Any) -> Tensors:
 
 
 def _back_end(x: Tensor) -> ModuleType | None:
-    """The fast back end for ``x``, or None for the reference. Nothing else chooses."""
+    """Returns the back end for ``x``, or None for the reference. Nothing else makes this choice."""
     if os.environ.get('MMDTN_BACKEND') == 'reference' or x.dtype == torch.float64 or x.numel() == 0:
         return None
     if x.device.type == dtn_triton.DEVICE:
@@ -170,7 +170,7 @@ def _back_end(x: Tensor) -> ModuleType | None:
 
 
 def _empty_kept(t: Tensors, s: Settings) -> Tensor:
-    """What the back end of the device saves, whether or not it runs: compilers need to know the size."""
+    """Returns an empty tensor of the size that the back end of the device saves. Compilers need to know that size."""
     size: Any = 0
     if t.x.device.type == dtn_triton.DEVICE:
         size = dtn_triton.kept_size(t.x.shape, len(t.position), s)
@@ -180,21 +180,21 @@ def _empty_kept(t: Tensors, s: Settings) -> Tensor:
 
 
 def is_exporting() -> bool:
-    """Whether torch.export is at work. torch's own function says so in torch.compile, too, at least until torch 2.9."""
+    """Returns whether torch.export is running. Up to torch 2.9, torch's own function is also true in torch.compile."""
     return torch.compiler.is_compiling() and not torch.compiler.is_dynamo_compiling()
 
 
 def _wants_plain_torch(x: Tensor) -> bool:
-    """Elsewhere nobody knows this package's operators, and torch.func cannot look into them."""
+    """Returns whether the model is traced, exported or run by torch.func, none of which support custom operators."""
     if torch.compiler.is_compiling():
         return is_exporting()
-    # No public function tells whether torch.func is at work; torch.library has none for its derivatives either.
+    # torch has no public function that says whether torch.func is running.
     return torch.jit.is_tracing() or torch._C._functorch.is_functorch_wrapped_tensor(x)
 
 
 @contextmanager
 def _exact_products(device: str) -> Iterator[None]:
-    """Neither autocast nor TF32 may touch statistics: E[z^2] - E[z]^2 cancels."""
+    """Switches off autocast and TF32. With fewer digits, E[z^2] - E[z]^2 would lose all precision."""
     if device == 'cuda' and not torch.compiler.is_compiling():
         before = torch.backends.cuda.matmul.allow_tf32
         torch.backends.cuda.matmul.allow_tf32 = False

@@ -1,12 +1,14 @@
-// DTN on CPUs: the same as reference.py, forward and backward, for float32 tokens with channels last.
+// The forward and backward pass of DTN on CPUs, for float32 tokens with channels last. reference.py defines the
+// results.
 //
-// Work is cut into chunks: as many channels of one head of one image as a vector register holds. All that P mixes lies
-// within a chunk, so one thread takes it from pooling to output while its cells are in the cache. What concerns all
-// channels of a token is a pass of its own: statistics before the chunks, and after them, in the backward pass, the
-// rest of the gradient. Every sum has one order, so the number of threads changes nothing.
+// The work is split into chunks. A chunk has LANES channels of one head of one image, which is what a vector register
+// holds. P never mixes different chunks, so one thread can process a chunk from pooling to output while its cells are
+// in the cache. Computations over all channels of a token are separate passes: the token statistics before the chunks,
+// and the rest of the gradient after them. Every sum has a fixed order, so results do not depend on the number of
+// threads.
 //
-// Letters as in docs/mathematics.md: z a token (divided by its root mean square), M and V mean and variance of its
-// neighbourhood. LANES is the number of channels in a vector.
+// The names follow docs/mathematics.md: z is a token divided by its root mean square, and M and V are the mean and the
+// variance of its neighbourhood.
 
 #include <ATen/Parallel.h>
 
@@ -26,21 +28,22 @@ constexpr int LANES = 4;
 #endif
 
 typedef float Vec __attribute__((vector_size(4 * LANES)));
-typedef float InMemory __attribute__((vector_size(4 * LANES), aligned(4)));  // no memcpy, which might write to anything
+// Loads and stores use this type. With memcpy the compiler would assume that any memory may change.
+typedef float InMemory __attribute__((vector_size(4 * LANES), aligned(4)));
 
-// What a call is about. Forward leaves the gradients out. The same as _Problem in dtn_cpu.py.
+// The arguments of a call. The forward pass leaves the gradients empty. _Problem in dtn_cpu.py has the same fields.
 struct Problem {
   int64_t images, height, width, channels, heads, side;
   double eps;
   int64_t prenorm, unbiased, pool_second_moment, identity;
   const float *x, *weight, *bias, *mean_lambda, *var_lambda, *position;
-  float* of_tokens;    // of each image, planes of H x W: 1 / RMS of each head, mean, variance
-  float* of_channels;  // of each image: what is taken off each channel before variances are
+  float* of_tokens;    // planes of H x W for each image: 1 / RMS of each head, mean and variance
+  float* of_channels;  // shift of each channel of each image, subtracted before variances are computed
   float* y;
   const float* grad;
   float *grad_x, *grad_weight, *grad_bias, *grad_mean_lambda, *grad_var_lambda, *grad_position;
-  float* shares;  // of each image and chunk, two planes of H x W: its part of the gradients of mean and variance
-  float* scratch;  // for each thread, planes of h x w x LANES: 4 forward, 8 backward
+  float* shares;  // partial gradients of the token means and variances: two planes of H x W for each image and chunk
+  float* scratch;  // planes of h x w x LANES for each thread: 4 in the forward pass, 8 in the backward pass
 };
 
 namespace {
@@ -66,7 +69,7 @@ inline Vec rsqrt(Vec v) {
   return v;
 }
 
-// Lane i: a[i] + a[i ^ step], or of b where i has the bit of step.
+// Returns a[i] + a[i ^ step] in lane i. Lanes with the bit of step take b instead of a.
 template <int step, int... i>
 inline Vec merge(Vec a, Vec b, std::integer_sequence<int, i...>) {
 #ifdef __clang__
@@ -79,7 +82,7 @@ inline Vec merge(Vec a, Vec b, std::integer_sequence<int, i...>) {
 #endif
 }
 
-// Lane i: the sum over the lanes of v[i]. Overwrites v. A third of the work of summing one after the other.
+// Returns the sum over the lanes of v[i] in lane i, and overwrites v. This is a third of the work of separate sums.
 template <int step = 1>
 inline Vec sums(Vec (&v)[LANES]) {
   for (int i = 0; i < LANES / step / 2; i++)
@@ -96,7 +99,7 @@ inline float sum(Vec v) {
   return total;
 }
 
-// P of one head along one axis of n cells. Most heads look near: rows hold zeros outside [begin, end).
+// P of one head along one axis of n cells. Most heads look only nearby, so row i is zero outside [begin, end).
 struct Kernel {
   int n;
   std::vector<float> p, slope_square, slope_linear;  // n x n: P, and its derivatives by a_1 and by a
@@ -114,7 +117,7 @@ Kernel make_kernel(int n, double square, double linear, bool identity) {
     int begin = n, end = 0;
     for (int j = 0; j < n; j++) {
       double below = score(j - i) - top;
-      row[j] = below < -70 ? 0 : std::exp(below);  // e^-70 is nothing to a float, and denormals are slow
+      row[j] = below < -70 ? 0 : std::exp(below);  // e^-70 is negligible, and denormal numbers are slow
       if (row[j] != 0) begin = std::min(begin, j), end = j + 1;
       total += row[j];
     }
@@ -145,17 +148,17 @@ Kernel transposed(const Kernel& K) {
   return T;
 }
 
-// Two values of each cell of a chunk, h x w x LANES each: what P mixes, together.
+// Two planes of a chunk, h x w x LANES each, to which P is applied together.
 struct Pair {
   float *a, *b;
 };
 
-// How an axis of a plane lies in memory, in vectors.
+// Memory layout of an axis of a plane, in units of vectors.
 struct Axis {
-  int n, stride, lines, step;  // cells along it, their distance; lines of such cells, their distance
+  int n, stride, lines, step;  // cells in a line and their distance; number of lines and their distance
 };
 
-constexpr int ROWS = 4, LINES = 8;  // rows of a kernel that share what is loaded; lines that share a part of a kernel
+constexpr int ROWS = 4, LINES = 8;  // rows of P computed with the same loads; lines computed with the same part of P
 
 void mix(const Kernel& K, const Axis& axis, Pair in, Pair out) {
   int n = axis.n;
@@ -182,7 +185,7 @@ void mix(const Kernel& K, const Axis& axis, Pair in, Pair out) {
     }
 }
 
-// Adds the gradients by a_1 and a: the kernel's own, sum over lines of grad[i] in[j], times its slopes.
+// Adds the gradients of a_1 and a: the gradient of P, the sum over lines of grad[i] in[j], times the slopes of P.
 void add_kernel_gradient(const Kernel& K, const Axis& axis, Pair grad, Pair in, double* of_square, double* of_linear) {
   int n = axis.n;
   Vec square{}, linear{};
@@ -192,7 +195,7 @@ void add_kernel_gradient(const Kernel& K, const Axis& axis, Pair grad, Pair in, 
       begin = std::min(begin, K.begin[i + r]), end = std::max(end, K.end[i + r]);
     for (int j = begin; j < end; j += ROWS) {
       Vec total[ROWS][ROWS] = {};
-      int64_t at_i[ROWS], at_j[ROWS];  // beyond the end the last cell again, whose slope is not read
+      int64_t at_i[ROWS], at_j[ROWS];  // past the end, the last cell is repeated and its slope ignored
       for (int r = 0; r < ROWS; r++) {
         at_i[r] = int64_t(LANES) * std::min(i + r, n - 1) * axis.stride;
         at_j[r] = int64_t(LANES) * std::min(j + r, n - 1) * axis.stride;
@@ -228,7 +231,7 @@ struct Layer : Problem {
 
   float* statistic(int64_t image, int64_t i) const { return of_tokens + (image * (heads + 2) + i) * tokens; }
 
-  // Calls f(image, first token, number) for blocks of up to LANES tokens.
+  // Calls f(image, first token, number of tokens) for blocks of up to LANES tokens.
   template <class F>
   void for_blocks(F f) const {
     int64_t blocks = (tokens + LANES - 1) / LANES;
@@ -240,11 +243,11 @@ struct Layer : Problem {
     });
   }
 
-  // Calls f(chunk, its index, memory of this thread) for all chunks of all images.
+  // Calls f(chunk, index of the chunk, scratch memory of this thread) for all chunks of all images.
   template <class F>
   void for_chunks(int planes, F f) const;
 
-  std::vector<Kernel> kernels() const {  // of each head, along rows and along columns
+  std::vector<Kernel> kernels() const {  // two for each head: along rows and along columns
     std::vector<Kernel> all(2 * heads);
     at::parallel_for(0, 2 * heads, 1, [&](int64_t begin, int64_t end) {
       for (int64_t i = begin; i < end; i++) {
@@ -256,7 +259,7 @@ struct Layer : Problem {
   }
 
   void find_statistics(int64_t image, int64_t first, int n) const {
-    const float* token[LANES];  // beyond the end the last one again
+    const float* token[LANES];  // past the end, the last token is repeated
     for (int i = 0; i < LANES; i++) token[i] = x + (image * tokens + first + std::min(i, n - 1)) * channels;
     Vec totals[LANES] = {}, squares[LANES];
     float scale[LANES];
@@ -290,14 +293,14 @@ struct Layer : Problem {
           rest[i] += d, squares[i] += d * d;
         }
     }
-    const Vec off = sums(rest) / float(channels);  // what rounding left out of the mean
+    const Vec off = sums(rest) / float(channels);  // the rounding error of the mean
     store(statistic(image, heads) + first, about + off, n);
     const Vec total = sums(squares) - off * off * float(channels);
     store(statistic(image, heads + 1) + first, total / float(channels - unbiased), n);
   }
 };
 
-// One chunk of a layer, of LANES channels or, if not whole, of fewer: the last of a head.
+// One chunk of a layer. The last chunk of a head may have fewer than LANES channels; it is not `whole` then.
 template <bool whole>
 struct Chunk {
   const Layer& layer;
@@ -314,7 +317,7 @@ struct Chunk {
   Vec z(int64_t t) const { return scale[t] * load(layer.x + at(t), n()); }
   Vec of_channels(const float* values) const { return load(values + channel, n()); }
 
-  // Tokens of the cells in row i of the grid: f(cell, first token, end), row by row of tokens.
+  // Calls f(cell, first token, end) for each row of tokens in each cell of row i of the grid.
   template <class F>
   void for_cells(int i, F f) const {
     const int side = layer.side;
@@ -327,7 +330,7 @@ struct Chunk {
     return std::min(layer.side, layer.height - i * layer.side) * std::min(layer.side, layer.width - j * layer.side);
   }
 
-  // Any value near the mean over the image does: that of some tokens.
+  // The shift need only be near the mean over the image, so the mean of some tokens is enough.
   Vec about_mean() const {
     const int64_t step = layer.tokens / 64 + 1;
     Vec total{};
@@ -335,7 +338,7 @@ struct Chunk {
     return total / float((layer.tokens + step - 1) / step);
   }
 
-  // What P mixes, of each cell: the mean of z - shift, and the mean of (z - shift)^2.
+  // Computes for each cell the mean of z - shift and the mean of (z - shift)^2.
   void fill(Pair cells, Vec shift) const {
     std::fill_n(cells.a, layer.plane, 0.f), std::fill_n(cells.b, layer.plane, 0.f);
     for (int i = 0; i < layer.h; i++) {
@@ -359,7 +362,8 @@ struct Chunk {
 
 template <class F>
 void Layer::for_chunks(int planes, F f) const {
-  int64_t step = images > 1 ? 1 : chunks * 5 / 8 + 1;  // some heads look far: threads that share an image share those
+  // Some heads look far and take longer. With one image, this step spreads the chunks of a head over the threads.
+  int64_t step = images > 1 ? 1 : chunks * 5 / 8 + 1;
   while (std::gcd(step, chunks) > 1) step++;
   at::parallel_for(0, images * chunks, 1, [&](int64_t begin, int64_t end) {
     float* memory = scratch + at::get_thread_num() * int64_t(planes) * plane;
@@ -411,7 +415,7 @@ struct Backward : Layer {
   using Layer::Layer;
   const std::vector<Kernel> P = kernels(), transposed_P = transposed_kernels();
 
-  // A chunk's sums over all its tokens.
+  // Sums over all tokens of a chunk.
   struct Sums {
     double weight[LANES] = {}, bias[LANES] = {}, mean_lambda = 0, var_lambda = 0;
     double square = 0, horizontal = 0, vertical = 0;
@@ -432,7 +436,7 @@ struct Backward : Layer {
     add_up();
   }
 
-  // Leaves in grad_x the gradient of z but for what goes through the token's own statistics.
+  // Writes to grad_x the gradient of z without the part through the token's own statistics.
   template <class C>
   void through_neighbourhood(const C& chunk, float* share, Sums& found, float* memory) const {
     const Pair cells{memory, memory + plane}, mixed_rows{memory + 2 * plane, memory + 3 * plane};
@@ -461,14 +465,14 @@ struct Backward : Layer {
       });
   }
 
-  // From the gradient of y to those of mean and variance of each neighbourhood, in the place of what P mixed: of
-  // M - shift and of P (z - shift)^2. Leaves in grad_x the gradient of z itself.
+  // Computes the gradients of M - shift and of P (z - shift)^2 from the gradient of y, and overwrites M and V with
+  // them. Writes to grad_x the direct part of the gradient of z.
   template <class C>
   void to_cells(const C& chunk, Vec shift, float* share, Sums& found, Pair mixed, Pair row) const {
     const float mean_lambda = chunk.mean_lambda, var_lambda = chunk.var_lambda, epsilon = eps;
     const Vec scale = chunk.of_channels(weight);
     Vec ds[LANES], es[LANES];
-    int waiting = 0;  // tokens in ds and es
+    int waiting = 0;  // number of tokens in ds and es
     for (int i = 0; i < h; i++) {
       Vec of_weight{}, of_bias{}, of_mean_lambda{}, of_var_lambda{};
       std::fill_n(row.a, 2 * w * LANES, 0.f);
@@ -482,7 +486,7 @@ struct Backward : Layer {
           Vec r = rsqrt(var_lambda * chunk.var[t] + var_share);
           Vec normalised = (chunk.z(t) - (mean_lambda * chunk.mean[t] + mean_share)) * r;
           of_bias += g, of_weight += g * normalised;
-          Vec d = g * scale * r, e = -0.5f * d * normalised * r;  // gradients of z, and of the variance
+          Vec d = g * scale * r, e = -0.5f * d * normalised * r;  // gradients of z and of the variance
           store(grad_x + chunk.at(t), d, chunk.n());
           d_cell += d, e_cell += e;
           of_mean_lambda -= d * chunk.mean[t], of_var_lambda += e * chunk.var[t];
@@ -531,7 +535,7 @@ struct Backward : Layer {
           store(d, of_z, lanes);
         }
       if (!prenorm) continue;
-      store(radial, sums(along) / float(c) * load(scale));  // what changes z along itself, its scale undoes
+      store(radial, sums(along) / float(c) * load(scale));  // the scale of z cancels any change along z itself
       for (int i = 0; i < n; i++)
         for (int j = 0; j < c; j += LANES) {
           const int lanes = std::min(LANES, c - j);
@@ -541,7 +545,7 @@ struct Backward : Layer {
     }
   }
 
-  void add_up() const {  // each gradient is rounded once for each image
+  void add_up() const {  // sums over an image are double, so each is rounded only once
     for (int64_t i = 0; i < images * chunks; i++) {
       const int64_t index = i % chunks, head = index / chunks_of_head, within = index % chunks_of_head * LANES;
       for (int lane = 0; lane < std::min<int64_t>(LANES, c - within); lane++) {

@@ -1,7 +1,7 @@
-"""DTN on CPUs: builds ``dtn_cpu.cpp``, and calls it.
+"""Compiles ``dtn_cpu.cpp``, the CPU back end of DTN, and calls it.
 
-It is built at first use, in seconds, into torch's folder for extensions, and ahead of time by
-``python -m mmdtn.doctor``. Where it cannot be built the reference runs, and one line in the log says so.
+The first use compiles the library into torch's folder for extensions, which takes some seconds. ``python -m
+mmdtn.doctor`` compiles it ahead of time. If compilation fails, the log says why, and the reference runs instead.
 """
 
 import ctypes
@@ -20,16 +20,16 @@ from torch import Tensor
 from .interface import Settings, Tensors
 
 SOURCE = Path(__file__).with_suffix('.cpp')
-# The vectors of dtn_cpu.cpp are as wide as these allow. -march=native would not do: GCC 12 takes a Zen 5 for a Zen 3.
+# These flags set the vector width of dtn_cpu.cpp. -march=native is not enough: GCC 12 takes a Zen 5 for a Zen 3.
 ARCHITECTURES = {'AVX512': ['-march=x86-64-v4'], 'AVX2': ['-march=x86-64-v3']}
 
 
 @functools.cache
 def works() -> bool:
-    """Whether there is a library. The first call builds it."""
+    """Returns whether the library can be loaded. The first call compiles it if necessary."""
     try:
         _library()
-    except Exception as error:  # compiler, ninja, setuptools and file system have no error in common
+    except Exception as error:  # compiler, ninja, setuptools and the file system share no error class
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         print_log(
             f'DTN runs in plain torch, several times slower, as its C++ could not be built ({reason}). '
@@ -46,21 +46,21 @@ def _library() -> ctypes.CDLL:
 
 
 def build() -> Path:
-    """Where the library is, which the first call on a machine compiles. Raises what the compiler says."""
+    """Returns the path of the library, and compiles it if it does not exist yet. Raises the compiler's error."""
     if platform.system() == 'Windows':
-        raise OSError('dtn_cpu.cpp needs GCC or Clang, whose vectors Visual C++ does not have.')
-    from torch.utils import cpp_extension  # imports setuptools, which only those need who compile
+        raise OSError('dtn_cpu.cpp needs GCC or Clang, because Visual C++ lacks their vector extensions.')
+    from torch.utils import cpp_extension  # it imports setuptools, which is needed only to compile
 
     capability = torch.backends.cpu.get_cpu_capability()
     flags = ['-O3', '-std=c++20', '-fno-math-errno', *ARCHITECTURES.get(capability, [])]
-    if platform.system() != 'Darwin':  # whose compiler has no OpenMP: one thread there
+    if platform.system() != 'Darwin':  # Apple's compiler has no OpenMP, so one thread is used there
         flags.append('-fopenmp')
     made_of = hashlib.sha256(f'{torch.__version__} {flags} {SOURCE.read_text()}'.encode()).hexdigest()[:12]
     root = Path(os.environ.get('TORCH_EXTENSIONS_DIR') or cpp_extension.get_default_build_root())
     library = root / f'mmdtn_cpu_{made_of}.so'
     if not library.exists():
         root.mkdir(parents=True, exist_ok=True)
-        # In a folder of its own: processes that build at once, or die while they do, leave each other whole files.
+        # A temporary folder keeps parallel and interrupted builds from leaving a damaged library.
         with tempfile.TemporaryDirectory(dir=root) as folder:
             cpp_extension.load('mmdtn_cpu', [str(SOURCE)], flags, build_directory=folder, is_python_module=False)
             os.replace(f'{folder}/mmdtn_cpu.so', library)
@@ -68,7 +68,7 @@ def build() -> Path:
 
 
 class _Problem(ctypes.Structure):
-    """``Problem`` of dtn_cpu.cpp: sizes, settings and tensors."""
+    """Mirrors the struct ``Problem`` of dtn_cpu.cpp: sizes, settings and pointers to tensors."""
 
     _fields_ = [
         *((name, ctypes.c_int64) for name in ('images', 'height', 'width', 'channels', 'heads', 'pool_size')),
@@ -81,13 +81,13 @@ class _Problem(ctypes.Structure):
 
 
 def kept_size(shape: Any, heads: int) -> int:
-    """Number of floats that ``forward`` saves: K + 2 planes of tokens for each image, and the shift of each channel."""
+    """Returns the number of floats that ``forward`` saves: for each image K + 2 planes of tokens and C shifts."""
     B, H, W, C = shape
     return B * H * W * (heads + 2) + B * C
 
 
 def forward(t: Tensors, s: Settings, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The output, and what it saves for ``backward``."""
+    """Returns the output and the tensor saved for ``backward``."""
     t = t._replace(x=t.x.float())
     y, kept = torch.empty_like(t.x), t.x.new_empty(kept_size(t.x.shape, len(t.position)))
     _call('forward', t, s, kept, y=y, scratch=_scratch(t, s, planes=4))
@@ -95,7 +95,7 @@ def forward(t: Tensors, s: Settings, dtype: torch.dtype) -> tuple[Tensor, Tensor
 
 
 def backward(grad: Tensor, t: Tensors, kept: Tensor, s: Settings) -> Tensors:
-    """Gradients of x and of the parameters, from that of the output and from what ``forward`` saved."""
+    """Returns the gradients of x and of the parameters. ``kept`` is the tensor that ``forward`` saved."""
     dtype, t, grad = t.x.dtype, t._replace(x=t.x.float()), grad.float()
     (B, H, W, C), K = t.x.shape, len(t.position)
     shares = t.x.new_empty(B, K * -(-(C // K) // _library().dtn_lanes()), 2, H, W)

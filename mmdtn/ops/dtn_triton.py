@@ -1,17 +1,17 @@
-"""DTN on GPUs: Triton kernels for the passes over tokens and for P, and the functions that call them.
+"""Triton kernels for DTN on GPUs, and the functions that launch them.
 
 The names follow docs/mathematics.md. z is a prenormalised token. ``shift`` is the mean of a channel over the cells of
 the image. For a cell, u is the mean of z - shift and v is the mean of its square. M = P u and V = P v - M^2. For each
-head P is a product of two matrices: P_y works along the columns of the grid, P_x along its rows::
+head P is a product of two matrices. P_y works along the columns of the grid and P_x along its rows. The kernels are::
 
                                       forward                            backward
     unpooled, up to 16 cells a side   axes, statistics, grid             grid_backward, tokens_backward, parameters
     otherwise                         axes, statistics, rows, columns    rows, columns_backward, rows_backward,
                                                                          tokens_backward, parameters
 
-The constants of a :class:`Layer` are compiled into the kernels. The size of an image is not: other sizes run the same
+The kernels are compiled for the constants of a :class:`Layer`, but not for the image size, so every size uses the same
 kernels. Statistics are float32 for every input dtype. Where several programs contribute to one sum, each writes a
-partial sum and ``_parameters`` adds them up. There are no atomics, so results do not change from run to run.
+partial sum, and ``_parameters`` adds them up. The kernels use no atomics, so their results are reproducible.
 """
 
 from __future__ import annotations  # without Triton the annotation tl.constexpr does not exist
@@ -44,11 +44,11 @@ DEVICE = 'cpu' if INTERPRETED else 'cuda'  # Triton's interpreter runs kernels o
 SMALL = 16  # largest side, in cells, of a grid that one program computes whole
 SIZES = ['H', 'W']
 
-# Grid (height, width), channels, heads, pool size. Together these layers run every kernel and every branch in them.
+# Grid (height, width), channels, heads and pool size of layers that together run every branch of every kernel.
 CHECKS = [((5, 7), 48, 3, 1), ((17, 3), 40, 1, 1), ((5, 7), 24, 2, 2), ((37, 6), 24, 2, 2)]
 
 # Values inside kernels
-Pair = namedtuple('Pair', 'u v')  # two maps of cells: u and v, what P makes of them, or the gradients of either
+Pair = namedtuple('Pair', 'u v')  # two maps of cells: u and v, their products with P, or the gradients of these
 Axis = namedtuple('Axis', 'P moments n stride')  # P_y or P_x of one head: n x n, rows `stride` apart
 Chunk = namedtuple('Chunk', 'head channel real shift mean_lambda var_lambda')  # some channels of one head of an image
 Normalised = namedtuple(
@@ -57,24 +57,24 @@ Normalised = namedtuple(
 
 
 class Layer(NamedTuple):
-    """Constants that kernels are compiled for."""
+    """Constants for which the kernels are compiled."""
 
     C: int
     K: int
     c: int  # channels of a head
-    width: int  # power of two, at least c
-    rows: int  # cells of a program of _rows and _columns
-    tile: int  # tokens or cells of a program that takes all channels
-    lanes: int  # channels of a program that takes a part of one head
-    blocks: int  # number of such parts in all heads
-    parts: int  # power of two, at least `blocks`
-    record: int  # power of two, at least the 5 floats of _store_record
+    width: int  # c, rounded up to a power of two
+    rows: int  # number of cells that a program of _rows or _columns computes
+    tile: int  # number of tokens or cells in a program that computes all channels
+    lanes: int  # number of channels in a program that computes a part of one head
+    blocks: int  # number of these parts in all heads
+    parts: int  # blocks, rounded up to a power of two
+    record: int  # the 5 floats of _store_record, rounded up to a power of two
     tf32x3: bool  # compute a float32 product as three TF32 products; NVIDIA GPUs from sm_80 on
     s: Settings
 
 
 class Memory(NamedTuple):
-    """Tensors of both directions. A pair is two maps of cells, B x h x w x C each."""
+    """Tensors used by the forward and the backward pass. A pair is two maps of cells, B x h x w x C each."""
 
     x: Tensor
     weight: Tensor
@@ -84,25 +84,25 @@ class Memory(NamedTuple):
     position: Tensor
     # saved by the forward pass
     of_tokens: Tensor  # B x H x W x (K + 2): 1 / RMS of each head, mean, variance
-    of_channels: Tensor  # B x C: the shift
+    of_channels: Tensor  # B x C: the shift of each channel
     P: Tensor  # K x (h + w) x stride: for each head the rows of P_y, then those of P_x
-    moments: Tensor  # K x (h + w) x 3, for the derivatives of P
+    moments: Tensor  # K x (h + w) x 3: moments of the rows of P, used by the derivatives of P
     cells: Pair  # means and variances of the tokens in a cell; without pooling x itself
     rows: Pair | None  # P_x u and P_x v; in the backward pass also their gradients
 
 
 class Gradients(NamedTuple):
-    """Tensors of the backward pass alone."""
+    """Tensors used only by the backward pass."""
 
     of_y: Tensor
-    of_uv: Pair  # without pooling the gradient of z
+    of_uv: Pair  # gradients of u and v; without pooling, both names are the gradient of z
     of_tokens: Tensor  # B x H x W x blocks x 2: partial gradients of a token's mean and variance
-    moments: Pair | None  # M and V of pooled layers, for _tokens_backward
-    column: Pair | None  # running sums of columns of more than 16 cells, one column for each program
+    moments: Pair | None  # M and V of pooled layers, which _tokens_backward reads
+    column: Pair | None  # running sums over a column of more than 16 cells, one column for each program
     # partial gradients
     weight_parts: Tensor  # parts x C
     bias_parts: Tensor  # parts x C
-    records: Tensor  # of lambdas and position, see _store_record
+    records: Tensor  # partial gradients of the lambdas and of position, see _store_record
     # gradients
     of_x: Tensor
     of_weight: Tensor
@@ -120,7 +120,7 @@ def _axis(memory, head, axis, h, w):
 
 @jit(do_not_specialize=SIZES)
 def _axes(memory, H, W, L, ROWS: tl.constexpr, KEYS: tl.constexpr):
-    """P_y and P_x, padded with zeros, and their moments."""
+    """Computes P_y and P_x, padded with zeros, and their moments."""
     head, axis = tl.program_id(1), tl.program_id(2)
     to = _axis(memory, head, axis, tl.cdiv(H, L.s.pool_size), tl.cdiv(W, L.s.pool_size))
     query = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
@@ -131,7 +131,7 @@ def _axes(memory, H, W, L, ROWS: tl.constexpr, KEYS: tl.constexpr):
         top = tl.zeros([ROWS, 1], tl.float32)
         P = tl.where(key == query, 1.0, 0.0)
     else:
-        # Scores relative to the largest one of the row lose no precision where P is large.
+        # Scores relative to the largest score of the row keep their precision where P is large.
         score = tl.where(key < to.n, shift * (quadratic * shift + linear), float('-inf'))
         top = tl.max(tl.where(score == tl.max(score, 1)[:, None], shift, float('-inf')), 1)[:, None]
         score = (shift - top) * (quadratic * (shift + top) + linear)
@@ -162,7 +162,7 @@ def _apply(P, pair, L):
 
 @jit()
 def _sum(tile, NOW: tl.constexpr):
-    """The sum over a tile, or the tile, whose sum is taken later."""
+    """Returns the sum over a tile, or the tile itself if the sum is taken later."""
     if NOW:
         return tl.sum(tile)
     else:
@@ -171,11 +171,11 @@ def _sum(tile, NOW: tl.constexpr):
 
 @jit()
 def _of_position(P, axis, query, key, pair, of, NOW: tl.constexpr, L):
-    """Gradients of the two coefficients of an axis, from gradients ``of`` the result.
+    """Returns the gradients of the two coefficients of an axis. ``of`` is the gradient of the result.
 
-    A loop takes the sums over the tile once, at its end, as each is a barrier. Elsewhere sums taken NOW save registers.
-    dP/da = P (f - P f) with f relative to the largest score of the row. (The gradient of P itself, a product over
-    channels, would spill registers.)
+    Each sum over the tile is a barrier, so a loop takes the sums only once, at its end. Without a loop, taking the sums
+    NOW saves registers. dP/da = P (f - P f), where f is relative to the largest score of the row. The gradient of P
+    itself, a product over channels, would spill registers.
     """
     at = axis.moments + 3 * query
     top = tl.load(at, mask=query < axis.n, other=0.0)[:, None]
@@ -203,7 +203,7 @@ def _store_pair(pair, at, mask, values):
 
 @jit()
 def _from(pair, offset):
-    """Both maps from an offset on. Offsets of tiles are 32 bits wide, as they are relative to a line or an image."""
+    """Returns both maps from an offset on. Tiles are addressed relative to a line or an image, for which 32 bits do."""
     return Pair(pair.u + offset, pair.v + offset)
 
 
@@ -214,7 +214,7 @@ def _zeros(rows: tl.constexpr, lanes: tl.constexpr):
 
 @jit()
 def _store_record(to, of_mean_lambda, of_var_lambda, of_square, of_horizontal, of_vertical):
-    """Partial gradients of the lambdas and the position of a head."""
+    """Stores partial gradients of the lambdas and of the position of a head."""
     tl.store(to, of_mean_lambda)
     tl.store(to + 1, of_var_lambda)
     tl.store(to + 2, of_square)
@@ -224,13 +224,13 @@ def _store_record(to, of_mean_lambda, of_var_lambda, of_square, of_horizontal, o
 
 @jit()
 def _tile(program, n, size: tl.constexpr):
-    """The number of a line (or image) of n things, and those of them that a program takes."""
+    """Splits lines (or images) of n items into tiles. Returns the line of this program and the items of its tile."""
     return (program // tl.cdiv(n, size)).to(tl.int64), program % tl.cdiv(n, size) * size + tl.arange(0, size)
 
 
 @jit()
 def _chunk(memory, b, lane, L):
-    """The block of channels of this program. A block never spans two heads."""
+    """Returns the block of channels of this program. A block never spans two heads."""
     block = tl.program_id(0) % L.blocks
     head, channel = block // (L.blocks // L.K), block % (L.blocks // L.K) * L.lanes + lane
     real = channel < L.c
@@ -240,19 +240,19 @@ def _chunk(memory, b, lane, L):
 
 
 @jit()
-def _token(b, y, x, offset, H, W, L):
-    """The token ``offset`` of the cell in row y and column x, and whether there is one."""
+def _token(y, x, offset, H, W, L):
+    """Returns the index in its image of token ``offset`` in the cell at row y and column x, and whether it exists."""
     row = offset // L.s.pool_size
     y, x = y * L.s.pool_size + row, (x - row) * L.s.pool_size + offset
-    return (b * H + y) * W + x, (y < H) & (x < W)
+    return y * W + x, (y < H) & (x < W)
 
 
 @jit()
-def _load_head(memory, token, there, head, L):
-    """One head of some tokens: z, the scale x was multiplied by, and the mask."""
+def _load_head(x_of_image, token, there, head, L):
+    """Loads one head of some tokens. Returns z, the factor between x and z, and the mask."""
     channel = tl.arange(0, L.width)[None]
     mask = there[:, None] & (channel < L.c)
-    z = tl.load(memory.x + token[:, None] * L.C + head * L.c + channel, mask=mask, other=0.0).to(tl.float32)
+    z = tl.load(x_of_image + token[:, None] * L.C + head * L.c + channel, mask=mask, other=0.0).to(tl.float32)
     scale = tl.zeros_like(token).to(tl.float32) + 1.0
     if L.s.prenorm:
         scale = tl.rsqrt(tl.sum(z * z, 1) / L.c + L.s.eps)
@@ -262,19 +262,21 @@ def _load_head(memory, token, there, head, L):
 
 @jit(do_not_specialize=SIZES)
 def _statistics(memory, shifts, H, W, L):
-    """Scales, mean and variance of each token; mean and variance of z in each cell; partial sums of the shift."""
+    """Computes the statistics of each token, the mean and variance of each cell, and partial sums of the shift."""
     S: tl.constexpr = L.s.pool_size
     h, w = tl.cdiv(H, S), tl.cdiv(W, S)
     b, cell = _tile(tl.program_id(0), h * w, L.tile)
     lane = tl.arange(0, L.width)
     part = tl.program_id(0).to(tl.int64) * L.C + lane
+    cells, tokens = b * h * w, b * H * W
+    x_of_image, of_tokens = memory.x + tokens * L.C, memory.of_tokens + tokens * (L.K + 2)
     for offset in range(S * S):
-        token, there = _token(b, cell // w, cell % w, offset, H, W, L)
-        of_token = memory.of_tokens + token * (L.K + 2)
+        token, there = _token(cell // w, cell % w, offset, H, W, L)
+        of_token = of_tokens + token * (L.K + 2)
         mean = tl.zeros([L.tile], tl.float32)
         squares = tl.zeros([L.tile], tl.float32)
-        for head in range(L.K):  # merges the heads by Chan's formula, which is exact far from 0 too
-            z, scale, mask = _load_head(memory, token, there, head, L)
+        for head in range(L.K):  # Chan's formula merges the heads, and stays exact far from zero
+            z, scale, mask = _load_head(x_of_image, token, there, head, L)
             head_mean = tl.sum(z, 1) / L.c
             deviation = tl.where(mask, z - head_mean[:, None], 0.0)
             change = head_mean - mean
@@ -289,24 +291,24 @@ def _statistics(memory, shifts, H, W, L):
         for head in range(L.K):
             first, second = _zeros(L.tile, L.width)
             number = tl.zeros([L.tile, 1], tl.float32)
-            for offset in range(S * S):  # adds one token at a time, by Welford's formula
-                token, there = _token(b, cell // w, cell % w, offset, H, W, L)
-                z, _, mask = _load_head(memory, token, there, head, L)
+            for offset in range(S * S):  # Welford's formula adds one token at a time
+                token, there = _token(cell // w, cell % w, offset, H, W, L)
+                z, _, mask = _load_head(x_of_image, token, there, head, L)
                 number += tl.where(there, 1.0, 0.0)[:, None]
                 change = tl.where(mask, z - first, 0.0)
                 first += change / tl.maximum(number, 1.0)
                 second += change * tl.where(mask, z - first, 0.0)
-            at = (b * h * w + cell[:, None]) * L.C + head * L.c + lane[None]
+            at = cell[:, None] * L.C + head * L.c + lane[None]
             mask = (cell < h * w)[:, None] & (lane < L.c)[None]
-            tl.store(memory.cells.u + at, first, mask=mask)
+            tl.store(memory.cells.u + cells * L.C + at, first, mask=mask)
             if L.s.pool_second_moment:
-                tl.store(memory.cells.v + at, second / tl.maximum(number, 1.0), mask=mask)
+                tl.store(memory.cells.v + cells * L.C + at, second / tl.maximum(number, 1.0), mask=mask)
             tl.store(shifts + part + head * L.c, tl.sum(first, 0) / (h * w), mask=lane < L.c)
 
 
 @jit()
 def _load_cells(cells, of_tokens, cell, there, chunk, L):
-    """u and v."""
+    """Loads u and v of some cells."""
     mask = there & chunk.real
     z = tl.load(cells.u + cell * L.C + chunk.channel, mask=mask, other=0.0).to(tl.float32)
     if L.s.pool_size == 1:
@@ -322,7 +324,7 @@ def _load_cells(cells, of_tokens, cell, there, chunk, L):
 def _normalise(x, of_tokens, token, there, M, V, chunk, L):
     mask = there & chunk.real
     at, of_token = token * L.C + chunk.channel, of_tokens + token * (L.K + 2)
-    # One number a token: the mask must not have lanes, or each lane loads it.
+    # The mask has no dimension for the lanes, so that one lane loads the number and not all of them.
     mean = tl.load(of_token + L.K, mask=there, other=0.0) - chunk.shift
     var = tl.load(of_token + L.K + 1, mask=there, other=1.0)
     variance = chunk.var_lambda * var + (1 - chunk.var_lambda) * tl.maximum(V, 0.0)
@@ -342,7 +344,7 @@ def _store_output(memory, y, n, chunk):
 
 @jit()
 def _differentiate(grad, weight, n):
-    """Gradients of the output, of -mu and of the variance."""
+    """Returns the gradients of the output, of -mu and of the variance."""
     of_y = tl.load(grad + n.at, mask=n.mask, other=0.0).to(tl.float32)
     d = tl.where(n.mask, of_y * weight * n.inverse, 0.0)
     return of_y, d, tl.where(n.mask, -0.5 * d * n.value * n.inverse, 0.0)
@@ -350,7 +352,7 @@ def _differentiate(grad, weight, n):
 
 @jit(do_not_specialize=SIZES)
 def _rows(memory, H, W, L):
-    """P_x u and P_x v, for some cells of a row."""
+    """Computes P_x u and P_x v for some cells of a row."""
     h, w = tl.cdiv(H, L.s.pool_size), tl.cdiv(W, L.s.pool_size)
     row, query = _tile(tl.program_id(0) // L.blocks, w, L.rows)
     chunk = _chunk(memory, row // h, tl.arange(0, L.lanes)[None], L)
@@ -368,7 +370,7 @@ def _rows(memory, H, W, L):
 
 @jit()
 def _moments(rows, P_y, x, w, query, chunk, L):
-    """M and V of some cells of column x, from the output of ``_rows`` for this image."""
+    """Returns M and V of some cells of column x. ``rows`` is the output of the kernel ``_rows`` for this image."""
     M, V = _zeros(query.shape[0], L.lanes)
     for start in tl.range(0, P_y.n, 16, num_stages=2):
         key = start + tl.arange(0, 16)
@@ -381,7 +383,7 @@ def _moments(rows, P_y, x, w, query, chunk, L):
 
 @jit(do_not_specialize=SIZES)
 def _columns(memory, y, H, W, L):
-    """P_y applied to the output of ``_rows``, for some cells of a column, and their tokens normalised."""
+    """Applies P_y to the output of ``_rows`` for some cells of a column, and normalises the tokens of these cells."""
     h, w = tl.cdiv(H, L.s.pool_size), tl.cdiv(W, L.s.pool_size)
     column, query = _tile(tl.program_id(0) // L.blocks, h, L.rows)
     b, x = column // w, (column % w).to(tl.int32)
@@ -391,19 +393,20 @@ def _columns(memory, y, H, W, L):
     tokens = b * H * W
     x_of_image, of_tokens = memory.x + tokens * L.C, memory.of_tokens + tokens * (L.K + 2)
     for offset in range(L.s.pool_size * L.s.pool_size):
-        token, there = _token(0, query[:, None], x, offset, H, W, L)
+        token, there = _token(query[:, None], x, offset, H, W, L)
         n = _normalise(x_of_image, of_tokens, token, there, M, V, chunk, L)
         _store_output(memory, y + tokens * L.C, n, chunk)
 
 
 @jit(do_not_specialize=SIZES)
 def _columns_backward(memory, g, H, W, L):
-    """Replaces the output of ``_rows`` by P_y^T of the gradients of M and V; partial gradients of the parameters.
+    """Applies P_y^T to the gradients of M and V, and computes partial gradients of the parameters.
 
-    Pooled layers store M and V for ``_tokens_backward``; others the gradient of -mu, a summand of that of z. A program
-    takes one column after the other. The sums of a column of more than 16 cells are kept in memory of the program.
+    The result replaces the output of ``_rows``. Pooled layers also store M and V for ``_tokens_backward``. Layers
+    without pooling store the gradient of -mu, which is a summand of the gradient of z. A program computes one column
+    after the other. It keeps the sums of a column of more than 16 cells in global memory.
     """
-    S: tl.constexpr = L.s.pool_size  # a branch on L.s.pool_size itself is compiled in Triton 3.5 even if it is dead
+    S: tl.constexpr = L.s.pool_size  # Triton 3.5 would compile dead branches on L.s.pool_size itself
     h, w = tl.cdiv(H, S), tl.cdiv(W, S)
     block, b = tl.program_id(0) % L.blocks, (tl.program_id(0) // L.blocks).to(tl.int64)
     lane = tl.arange(0, L.lanes)[None]
@@ -415,7 +418,7 @@ def _columns_backward(memory, g, H, W, L):
     x_of_image, of_tokens = memory.x + tokens * L.C, memory.of_tokens + tokens * (L.K + 2)
     program = tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
     column = _from(g.column, program * h * L.lanes)
-    # Sums over the tile are taken once, at the end: within the loops each would be a barrier.
+    # Sums over the tile are taken once, at the end, because each sum inside the loops would be a barrier.
     of_weight, of_bias = _zeros(16, L.lanes)
     of_mean_lambda, of_var_lambda = _zeros(16, L.lanes)
     of_square, of_linear = _zeros(16, L.lanes)
@@ -425,7 +428,7 @@ def _columns_backward(memory, g, H, W, L):
             M, V = _moments(rows, P_y, x, w, query, chunk, L)
             dM, dV = _zeros(16, L.lanes)
             for offset in range(S * S):
-                token, there = _token(0, query[:, None], x, offset, H, W, L)
+                token, there = _token(query[:, None], x, offset, H, W, L)
                 n = _normalise(x_of_image, of_tokens, token, there, M, V, chunk, L)
                 of_y, d, e = _differentiate(g.of_y + tokens * L.C, weight, n)
                 of_weight += tl.where(n.mask, of_y * n.value, 0.0)
@@ -453,7 +456,7 @@ def _columns_backward(memory, g, H, W, L):
                 of_square += square
                 of_linear += linear
                 tl.debug_barrier()  # every thread has read its part of the rows before they are overwritten
-                # P is loaded again: kept until here, it would spill registers.
+                # P is loaded again, because keeping it until here would spill registers.
                 of_rows = _apply(tl.trans(_load_P(P_y, query, key)), of_moments, L)
                 own = key[:, None] * L.lanes + lane
                 before = _load_pair(column, own, mask & (begin > 0))
@@ -471,7 +474,10 @@ def _columns_backward(memory, g, H, W, L):
 
 @jit(do_not_specialize=SIZES)
 def _rows_backward(memory, g, records, H, W, L):
-    """P_x^T of the output of ``_columns_backward``: gradients of u and v, or without pooling a summand of that of z."""
+    """Applies P_x^T to the output of ``_columns_backward``.
+
+    The result is the gradients of u and v or, without pooling, the gradient of z.
+    """
     h, w = tl.cdiv(H, L.s.pool_size), tl.cdiv(W, L.s.pool_size)
     row, key = _tile(tl.program_id(0) // L.blocks, w, 16)
     chunk = _chunk(memory, row // h, tl.arange(0, L.lanes)[None], L)
@@ -504,7 +510,7 @@ def _rows_backward(memory, g, records, H, W, L):
 
 @jit()
 def _swap(tile, L):
-    """y x (x, lanes) to x x (y, lanes), and back."""
+    """Permutes a tile from y x (x, lanes) to x x (y, lanes), or back."""
     return tl.permute(tile.reshape(16, 16, L.lanes), (1, 0, 2)).reshape(16, 16 * L.lanes)
 
 
@@ -515,7 +521,7 @@ def _swap_pair(pair, L):
 
 @jit()
 def _grid_rows(x, of_tokens, P_x, chunk, H, W, L):
-    """u and v of an image as x x (y, lanes), P along x, and its product with both."""
+    """Returns u and v of an image as x x (y, lanes), P_x, and the products of P_x with both."""
     side, y = tl.arange(0, 16), tl.arange(0, 16 * L.lanes)[None] // L.lanes
     there = (y < H) & (side < W)[:, None] & chunk.real
     uv = _load_cells(Pair(x, x), of_tokens, y * W + side[:, None], there, chunk, L)
@@ -525,7 +531,7 @@ def _grid_rows(x, of_tokens, P_x, chunk, H, W, L):
 
 @jit()
 def _grid_tokens(x, of_tokens, P_y, P_x, chunk, H, W, L):
-    """M and V of an image as y x (x, lanes), and its tokens normalised."""
+    """Returns M and V of an image as y x (x, lanes), and its normalised tokens."""
     side, at_x = tl.arange(0, 16), tl.arange(0, 16 * L.lanes)[None] // L.lanes
     _, _, rows = _grid_rows(x, of_tokens, P_x, chunk, H, W, L)
     M, V = _apply(_load_P(P_y, side, side), _swap_pair(rows, L), L)
@@ -537,7 +543,7 @@ def _grid_tokens(x, of_tokens, P_y, P_x, chunk, H, W, L):
 
 @jit(do_not_specialize=SIZES)
 def _grid(memory, y, H, W, L):
-    """P along both axes, and the tokens normalised: some channels of one head of an image of up to 16 x 16 cells."""
+    """Normalises some channels of one head of an image of at most 16 x 16 tokens."""
     b = (tl.program_id(0) // L.blocks).to(tl.int64)
     chunk = _chunk(memory, b, tl.arange(0, 16 * L.lanes)[None] % L.lanes, L)  # once for each of 16 cells in a row
     P_y, P_x = _axis(memory, chunk.head, 0, H, W), _axis(memory, chunk.head, 1, H, W)
@@ -548,7 +554,7 @@ def _grid(memory, y, H, W, L):
 
 @jit(do_not_specialize=SIZES)
 def _grid_backward(memory, g, H, W, L):
-    """The gradient of z through P, partial gradients of each token's own statistics and of the parameters."""
+    """Computes the gradient of z through P, and partial gradients of the tokens' statistics and of the parameters."""
     block, b = tl.program_id(0) % L.blocks, (tl.program_id(0) // L.blocks).to(tl.int64)
     side, along = tl.arange(0, 16), tl.arange(0, 16 * L.lanes)[None] // L.lanes
     y = side[:, None]
@@ -571,8 +577,8 @@ def _grid_backward(memory, g, H, W, L):
     tl.store(of_token + 1, chunk.var_lambda * tl.sum(e.reshape(16, 16, L.lanes), 2), mask=there)
     dV = (1 - chunk.var_lambda) * e
     of_moments = Pair(-(1 - chunk.mean_lambda) * d - 2 * M * dV, dV)
-    # Rows and P are loaded again, here and below: kept, they would spill registers. Without a store in between the
-    # compiler keeps them.
+    # Rows and P are loaded again, here and below, because keeping them would spill registers. The stores in between
+    # prevent the compiler from keeping them.
     _, _, rows = _grid_rows(x, of_tokens, P_x, chunk, H, W, L)
     P = _load_P(P_y, side, side)
     of_square, of_vertical = _of_position(P, P_y, side, side, _swap_pair(rows, L), of_moments, True, L)
@@ -591,52 +597,54 @@ def _grid_backward(memory, g, H, W, L):
 
 @jit(do_not_specialize=SIZES)
 def _tokens_backward(memory, g, H, W, L):
-    """The gradient of x: through the cell of a token, the token's own statistics and its root mean squares."""
+    """Computes the gradient of x through the token's cell, its own statistics and its root mean squares."""
     S: tl.constexpr = L.s.pool_size
+    h, w = tl.cdiv(H, S), tl.cdiv(W, S)
     b, token = _tile(tl.program_id(0), H * W, L.tile)
-    there = token < H * W
+    there = (token < H * W)[:, None]
     y, x = token // W, token % W
     number = tl.minimum(H - y // S * S, S) * tl.minimum(W - x // S * S, S)
     share = 1 / number.to(tl.float32)[:, None]
-    cell = ((b * tl.cdiv(H, S) + y // S) * tl.cdiv(W, S) + x // S)[:, None]
-    token = (b * H * W + token)[:, None]
-    there = there[:, None]
-    of_token = memory.of_tokens + token * (L.K + 2)
+    cell, token = (y // S * w + x // S)[:, None], token[:, None]
+    cells, tokens = b * h * w, b * H * W
+    x_of_image, of_tokens = memory.x + tokens * L.C, memory.of_tokens + tokens * (L.K + 2)
+    of_uv = _from(g.of_uv, cells * L.C)
     part = tl.arange(0, L.parts)[None]
-    parts, counted = g.of_tokens + (token * L.blocks + part) * 2, there & (part < L.blocks)
+    parts = g.of_tokens + tokens * L.blocks * 2 + (token * L.blocks + part) * 2
+    counted = there & (part < L.blocks)
     of_mean = tl.sum(tl.load(parts, mask=counted, other=0.0), 1)[:, None] / L.C
     of_var = tl.sum(tl.load(parts + 1, mask=counted, other=0.0), 1)[:, None] * (2 / (L.C - L.s.unbiased))
-    mean = tl.load(of_token + L.K, mask=there, other=0.0)
+    mean = tl.load(of_tokens + token * (L.K + 2) + L.K, mask=there, other=0.0)
     real = (tl.arange(0, L.width) < L.c)[None]
     mask = there & real
     for head in range(L.K):
         channel = head * L.c + tl.arange(0, L.width)[None]
-        at = token * L.C + channel
-        scale = tl.load(of_token + head, mask=there, other=0.0)
-        z = tl.load(memory.x + at, mask=mask, other=0.0).to(tl.float32) * scale
+        at, at_cell = token * L.C + channel, cell * L.C + channel
+        scale = tl.load(of_tokens + token * (L.K + 2) + head, mask=there, other=0.0)
+        z = tl.load(x_of_image + at, mask=mask, other=0.0).to(tl.float32) * scale
         if S == 1:
-            of_z = tl.load(g.of_uv.u + at, mask=mask, other=0.0)
+            of_z = tl.load(of_uv.u + at, mask=mask, other=0.0)
         else:
             shift = tl.load(memory.of_channels + b * L.C + channel, mask=real, other=0.0)
             mean_lambda, var_lambda = tl.load(memory.mean_lambda + head), tl.load(memory.var_lambda + head)
             chunk = Chunk(head, channel, real, shift, mean_lambda, var_lambda)
-            M, V = _load_pair(g.moments, cell * L.C + channel, mask)
-            n = _normalise(memory.x, memory.of_tokens, token, there, M, V, chunk, L)
-            _, of_z, _ = _differentiate(g.of_y, tl.load(memory.weight + channel, mask=real, other=0.0), n)
-            of_z += tl.load(g.of_uv.u + cell * L.C + channel, mask=mask, other=0.0) * share
+            M, V = _load_pair(_from(g.moments, cells * L.C), at_cell, mask)
+            n = _normalise(x_of_image, of_tokens, token, there, M, V, chunk, L)
+            weight = tl.load(memory.weight + channel, mask=real, other=0.0)
+            _, of_z, _ = _differentiate(g.of_y + tokens * L.C, weight, n)
+            of_z += tl.load(of_uv.u + at_cell, mask=mask, other=0.0) * share
             if L.s.pool_second_moment:
-                of_v = tl.load(g.of_uv.v + cell * L.C + channel, mask=mask, other=0.0)
-                of_z += 2 * (z - shift) * of_v * share
+                of_z += 2 * (z - shift) * tl.load(of_uv.v + at_cell, mask=mask, other=0.0) * share
         of_z += of_var * (z - mean) - of_mean
         if L.s.prenorm:
             of_z = tl.where(mask, of_z, 0.0)
             of_z = scale * (of_z - z * (tl.sum(of_z * z, 1) / L.c)[:, None])
-        tl.store(g.of_x + at, of_z, mask=mask)
+        tl.store(g.of_x + tokens * L.C + at, of_z, mask=mask)
 
 
 @jit(do_not_specialize=['num_parts', 'num_records'])
 def _parameters(g, num_parts, num_records, L):
-    """Adds up the partial gradients of the parameters; one program for each head."""
+    """Adds up the partial gradients of the parameters. There is one program for each head."""
     head = tl.program_id(0)
     lane, channel = tl.arange(0, L.record)[None], tl.arange(0, L.width)
     real = channel < L.c
@@ -663,21 +671,24 @@ def _parameters(g, num_parts, num_records, L):
 
 
 class _Plan(NamedTuple):
-    """What all calls of one kind of layer have in common, so that it is computed once."""
+    """Everything that calls of the same kind of layer share."""
 
     L: Layer
-    wide: Layer  # for _columns_backward, whose registers would spill with 16 lanes
-    constants: tuple[Any, Any]  # L and wide as Triton takes them
+    wide: Layer  # for _columns_backward, which would spill registers with 16 lanes
+    constants: tuple[Any, Any]  # L and wide as constants of Triton
     launch: Launcher
     small: bool
 
 
 @functools.cache
 def _plan(C: int, K: int, s: Settings, fits: bool, device: Any, dtypes: tuple[torch.dtype, ...]) -> _Plan:
-    """``fits``: the grid has at most 16 cells a side. ``dtypes``: of all tensors that are not float32."""
+    """Returns the plan of a layer. ``fits`` says whether the grid has at most 16 cells a side.
+
+    ``device`` and ``dtypes`` are part of the key of the cache, because kernels are compiled for them.
+    """
     target = None if INTERPRETED else triton.runtime.driver.active.get_current_target()
     tf32x3 = target is not None and target.backend == 'cuda' and target.arch >= 80
-    # One program for a whole grid needs more shared memory than NVIDIA's GPUs before sm_80 have.
+    # A program that computes a whole grid needs more shared memory than NVIDIA GPUs before sm_80 have.
     small = s.pool_size == 1 and fits and (tf32x3 or target is None or target.backend != 'cuda')
     width = triton.next_power_of_2(C // K)
     tile, lanes = max(1, min(64, 2048 // width)), 16 if small else min(max(width, 16), 64)
@@ -689,12 +700,12 @@ def _plan(C: int, K: int, s: Settings, fits: bool, device: Any, dtypes: tuple[to
 
 
 def _constants(values: Any) -> Any:
-    """A tuple of constants as Triton takes it."""
+    """Converts a nested tuple of values to constants of Triton."""
     return type(values)(*(_constants(value) if isinstance(value, tuple) else tl.constexpr(value) for value in values))
 
 
 class _Call:
-    """Sizes of one call, and launches of kernels for it."""
+    """Holds the sizes of one call, and launches its kernels."""
 
     def __init__(self, t: Tensors, s: Settings, other_dtype: torch.dtype) -> None:
         self.x, self.s, (self.B, self.H, self.W, C) = t.x, s, t.x.shape
@@ -708,7 +719,7 @@ class _Call:
         return self.x.new_empty(shape, dtype=torch.float32)
 
     def maps(self, number: int = 2) -> Pair:
-        """Two maps of cells, or one under both names."""
+        """Returns two empty maps of cells. If ``number`` is 1, both are the same tensor."""
         first = self.empty(self.B, self.h, self.w, self.L.C)
         return Pair(first, torch.empty_like(first) if number == 2 else first)
 
@@ -725,12 +736,12 @@ class _Call:
         self.plan.launch(kernel, grid, arguments, num_warps, tuple(constants.values()))
 
     def by_tiles(self, kernel: Any, items: int, *memory: Any) -> None:
-        """Programs for all channels of so many tokens or cells of each image."""
+        """Launches one program for each tile of tokens or cells. ``items`` is their number in an image."""
         programs = self.B * -(-items // self.L.tile)
         self.launch(kernel, (programs, 1, 1), *memory, num_warps=4 if self.L.width <= 1024 else 8)
 
     def by_blocks(self, kernel: Any, programs: int, *memory: Any) -> None:
-        """So many programs for each block of channels. With these numbers of warps no registers spill."""
+        """Launches ``programs`` programs for each block of channels. With these numbers of warps no registers spill."""
         warps = 8 if self.small else self.L.lanes // 8
         self.launch(kernel, (programs * self.L.blocks, 1, 1), *memory, num_warps=warps)
 
@@ -741,7 +752,7 @@ class _Call:
 
 
 def _sections(shape: Any, heads: int, s: Settings) -> list[int]:
-    """Sizes, in floats, of what the forward pass saves: of the fields ``of_tokens`` to ``cells`` of :class:`Memory`."""
+    """Returns the sizes, in floats, of the saved fields of :class:`Memory`, ``of_tokens`` to ``cells``."""
     B, H, W, C = shape
     h, w = -(-H // s.pool_size), -(-W // s.pool_size)
     stride = -(-torch.sym_max(h, w) // 16) * 16
@@ -751,12 +762,12 @@ def _sections(shape: Any, heads: int, s: Settings) -> list[int]:
 
 
 def kept_size(shape: Any, heads: int, s: Settings) -> int:
-    """Number of floats that ``forward`` saves for ``backward``."""
+    """Returns the number of floats that ``forward`` saves for ``backward``."""
     return sum(_sections(shape, heads, s))
 
 
 def forward(t: Tensors, s: Settings, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The output, and what it saves for ``backward``."""
+    """Returns the output and the tensor saved for ``backward``."""
     t = _aligned(t)
     with torch.cuda.device_of(t.x):
         call = _Call(t, s, dtype)
@@ -779,12 +790,12 @@ def forward(t: Tensors, s: Settings, dtype: torch.dtype) -> tuple[Tensor, Tensor
 
 
 def backward(grad: Tensor, t: Tensors, kept: Tensor, s: Settings) -> Tensors:
-    """Gradients of x and of the parameters, from that of the output and from what ``forward`` saved."""
+    """Returns the gradients of x and of the parameters. ``kept`` is the tensor that ``forward`` saved."""
     t, grad = _aligned(t), _aligned((grad,))[0]
     with torch.cuda.device_of(t.x):
         call = _Call(t, s, grad.dtype)
         B, h, w, L, pooled = call.B, call.h, call.w, call.L, s.pool_size > 1
-        # Programs for the columns of an image: one for each, or, where they need memory of their own, not too many.
+        # Each column has a program of its own. Longer columns share fewer programs, because these need global memory.
         columns = 1 if call.small else w if h <= 16 else min(-(-w // 4), -(-512 // (B * L.blocks)))
         parts, rows = B * columns, 0 if call.small else B * h * -(-w // 16)
         memory = call.memory(t, kept)
@@ -816,12 +827,12 @@ def backward(grad: Tensor, t: Tensors, kept: Tensor, s: Settings) -> Tensors:
 
 
 def compiled_kernels(t: Tensors, s: Settings, dtype: torch.dtype) -> dict[str, Any]:
-    """The kernels that a layer has launched so far, by name."""
+    """Returns the kernels that a layer has launched so far, by name."""
     return {name: kernel for (name, *_), kernel in _Call(t, s, dtype).plan.launch.compiled.items()}
 
 
 def _aligned(tensors: Any) -> Any:
-    """Compiled kernels are reused for every call, so every tensor begins at a multiple of 16 bytes, as new ones do."""
+    """Copies tensors that do not begin at a multiple of 16 bytes. The kernels are compiled for tensors that do."""
     if all(tensor.data_ptr() % 16 == 0 for tensor in tensors):
         return tensors
     aligned = (tensor if tensor.data_ptr() % 16 == 0 else tensor.clone() for tensor in tensors)

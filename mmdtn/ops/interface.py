@@ -1,4 +1,4 @@
-"""Values that the definition, the operator and the back ends exchange."""
+"""Types shared by the reference, the operator and the back ends."""
 
 from typing import NamedTuple
 
@@ -6,10 +6,10 @@ from torch import Tensor
 
 
 class Tensors(NamedTuple):
-    """Input and parameters of a layer. A set of gradients has the same fields."""
+    """Input and parameters of a layer, or the gradients of these."""
 
     x: Tensor  # B x H x W x C
-    weight: Tensor  # C; this and the following in the dtype of the computation, float32 or float64
+    weight: Tensor  # C; all parameters have the dtype of the computation, float32 or float64
     bias: Tensor  # C
     mean_lambda: Tensor  # K
     var_lambda: Tensor  # K

@@ -1,7 +1,8 @@
-"""DTN in plain torch: the definition that every back end is compared with, and what runs where there is no faster one.
+"""The reference implementation of DTN in plain torch.
 
-Letters as in docs/mathematics.md. It keeps what autograd keeps, ten times the input, and needs no more than torch does:
-any device and dtype, derivatives of any order, torch.func, export with open sizes.
+Every back end is tested against this module, and it runs wherever no back end does. It supports every device and dtype,
+derivatives of any order, torch.func, and export with dynamic shapes. Autograd saves about ten times the size of the
+input. Variable names follow docs/mathematics.md.
 """
 
 import torch
@@ -12,7 +13,7 @@ from .interface import Settings, Tensors
 
 
 def dtn(t: Tensors, s: Settings) -> Tensor:
-    """B x H x W x C, in the dtype of the weight."""
+    """Normalises ``t.x``. Returns a tensor of shape B x H x W x C in the dtype of the weight."""
     z = by_head(t.x.to(t.weight.dtype), len(t.position), s)
     var, mean = torch.var_mean(z, (-2, -1), keepdim=True, correction=int(s.unbiased))
     M, V = neighbourhood(z, t.position, s)
@@ -23,15 +24,15 @@ def dtn(t: Tensors, s: Settings) -> Tensor:
 
 
 def by_head(x: Tensor, heads: int, s: Settings) -> Tensor:
-    """B x H x W x K x c; with ``prenorm`` each head's slice of each token divided by its root mean square."""
+    """Splits the channels into heads. With ``prenorm``, divides each head of each token by its root mean square."""
     z = x.unflatten(-1, (heads, x.shape[-1] // heads))
     return z * (z.square().mean(-1, keepdim=True) + s.eps).rsqrt() if s.prenorm else z
 
 
 def neighbourhood(z: Tensor, position: Tensor, s: Settings) -> tuple[Tensor, Tensor]:
-    """Mean and variance by P, of cells: B x h x w x K x c each."""
-    # A variance does not change when all values shift by one number, here each channel's mean over the image: then
-    # E[z^2] - E[z]^2 cancels only as far as a neighbourhood differs from the image.
+    """Returns the mean and the variance of each cell's neighbourhood, B x h x w x K x c each."""
+    # Subtracting the mean of each channel over the image leaves the variance as it is, but keeps the difference
+    # E[z^2] - E[z]^2 from losing precision.
     cells = pool(z, s.pool_size)
     shift = cells.mean((1, 2), keepdim=True)
     first = cells - shift
@@ -40,12 +41,12 @@ def neighbourhood(z: Tensor, position: Tensor, s: Settings) -> tuple[Tensor, Ten
     maps = (t.permute(0, 3, 4, 1, 2) for t in (first, second))
     M, V = ((columns @ Z @ rows.mT).permute(0, 3, 4, 1, 2) for Z in maps)
     V = V - M.square()
-    # Rounding alone makes a variance negative, so the gradient passes where zero takes its place.
+    # A variance is negative only by rounding. It is clamped to zero, but its gradient is kept.
     return M + shift, V + (V.clamp(min=0) - V).detach()
 
 
 def pool(tokens: Tensor, side: int) -> Tensor:
-    """Means over cells, B x H x W x K x c to B x h x w x K x c; a cell at the edge has the tokens that are there."""
+    """Averages tokens over cells: B x H x W x K x c to B x h x w x K x c. Cells at the edge may have fewer tokens."""
     if side == 1:
         return tokens
     height, width = tokens.shape[1:3]
@@ -59,7 +60,7 @@ def pool(tokens: Tensor, side: int) -> Tensor:
 
 
 def on_tokens(cells: Tensor, tokens: Tensor, side: int) -> Tensor:
-    """Each token's cell: B x h x w x K x c to B x H x W x K x c."""
+    """Gives each token the value of its cell: B x h x w x K x c to B x H x W x K x c."""
     if side == 1:
         return cells
     rows, columns = (torch.arange(size, device=cells.device) // side for size in tokens.shape[1:3])
@@ -67,7 +68,10 @@ def on_tokens(cells: Tensor, tokens: Tensor, side: int) -> Tensor:
 
 
 def axis_kernel(position: Tensor, size: int, axis: int, identity: bool = False) -> Tensor:
-    """P along one axis of the grid, K x n x n: softmax_j(a_1 d^2 + a d) with d = j - i; 1 is vertical, 2 horizontal."""
+    """Returns P along one axis of the grid, K x n x n: softmax_j(a_1 d^2 + a d) with d = j - i.
+
+    Axis 1 is vertical, axis 2 horizontal.
+    """
     index = torch.arange(size, device=position.device)
     shift = index[None] - index[:, None]
     if identity:

@@ -1,8 +1,9 @@
-"""Decides whether the Triton kernels compute on a GPU: they do once they have given the reference's results there.
+"""Checks the Triton kernels on a GPU. The operator uses them only if they pass.
 
-Small layers run forward and backward, and are compared with ``reference``. This takes a while, as the kernels are
-compiled. It happens once for a machine: the outcome is kept in a file, by GPU, driver, torch, Triton and source code.
-``DTN`` asks for it when it is moved to a GPU, so that it is known before the first training step.
+The check runs small layers forward and backward and compares the results with ``reference``. It takes about a minute,
+because the kernels have to be compiled. The outcome is stored in a file for each combination of GPU, driver, torch,
+Triton and source code, so a machine checks only once. ``DTN`` starts the check when it is moved to a GPU, that is,
+before the first training step.
 """
 
 import contextlib
@@ -24,7 +25,7 @@ from torch import Tensor
 from . import dtn_triton, reference
 from .interface import Settings, Tensors
 
-# Largest difference from the reference, over the reference's size, as norms of whole tensors: output, gradients.
+# Largest relative error of the output and of the gradients: norm of the difference over norm of the reference.
 TOLERANCES = {torch.float32: (1e-5, 1e-4), torch.float16: (2e-3, 4e-3), torch.bfloat16: (1e-2, 2e-2)}
 SOURCES = ('dtn_triton.py', 'triton_launch.py', 'triton_check.py', 'reference.py')
 
@@ -43,7 +44,7 @@ class Case(NamedTuple):
         return f'{str(self.dtype)[6:]}, {height} x {width} tokens, {self.channels} channels, pool_size={self.pool_size}'
 
 
-# The short check, for everybody, runs every branch of every kernel. The dtype decides only how they load and store.
+# The short check runs on every machine and covers every branch of every kernel. Dtypes only change loads and stores.
 SHORT = [Case(*case, dtype=torch.float32) for case in dtn_triton.CHECKS] + [Case((5, 7), 24, 2, 2, torch.float16)]
 LONG = [Case(*case, dtype=dtype) for dtype in TOLERANCES for case in dtn_triton.CHECKS]
 
@@ -52,7 +53,7 @@ _agreed: dict[torch.device, str | None] = {}  # outcome of all processes of a tr
 
 
 def prepare(device: torch.device) -> None:
-    """Checks a GPU, if that has not happened yet and can happen now."""
+    """Checks the kernels on ``device``, unless that is done already or is not possible now."""
     exists = (
         device.type == dtn_triton.DEVICE and dtn_triton.triton and (dtn_triton.INTERPRETED or torch.cuda.is_available())
     )
@@ -63,14 +64,17 @@ def prepare(device: torch.device) -> None:
 
 
 def works(device: torch.device) -> bool:
-    """Whether the kernels may compute on ``device``. All processes of a training run follow the worst answer."""
+    """Returns whether the kernels may be used on ``device``.
+
+    In a distributed run, the kernels are used only if they pass the check in every process.
+    """
     if dtn_triton.triton is None:
         return False
     if device in _agreed:
         return _agreed[device] is None
     if device not in _found:
         prepare(device)
-        if device not in _found:  # the first call that need not wait finds the answer
+        if device not in _found:  # a later call runs the check
             return True
     if torch.is_grad_enabled() and is_distributed():
         failed = torch.tensor(int(_found[device] is not None), device=device)
@@ -82,10 +86,10 @@ def works(device: torch.device) -> bool:
 
 
 def _must_wait() -> bool:
-    """Whether nothing can be computed and differentiated now."""
+    """Returns whether the check has to wait because nothing can be computed and differentiated now."""
     if torch.compiler.is_compiling() or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
         return True
-    with _usual_modes(torch.device('cpu')):  # inside an operator autograd records nothing all the same
+    with _usual_modes(torch.device('cpu')):  # inside a custom operator autograd still records nothing
         return not torch.ones(1, device='cpu', requires_grad=True).clone().requires_grad
 
 
@@ -98,7 +102,7 @@ def _warn(what: str) -> None:
 
 
 def _outcome(device: torch.device) -> str | None:
-    """The outcome on record, or that of a check, which is then recorded. One process checks, the others wait for it."""
+    """Returns the stored outcome, or else runs the check. Of several processes, one checks and the others wait."""
     record = record_of(device)
     if (known := _read(record)) is not None:
         return known['wrong']
@@ -109,15 +113,17 @@ def _outcome(device: torch.device) -> str | None:
 
 
 def check(device: torch.device, cases: list[Case]) -> str | None:
-    """Runs the cases and records the outcome: None, or what is wrong."""
+    """Runs the cases and stores the outcome: None, or a message that says what is wrong."""
     started = time.perf_counter()
     name = torch.cuda.get_device_name(device) if device.type == 'cuda' else str(device)
     print_log(f"Checking DTN's Triton kernels on {name}: about a minute, once for this machine.", 'current')
     wrong = self_check(device, cases)
     seconds = time.perf_counter() - started
     record = record_of(device)
-    print_log(f'The check took {seconds:.0f} s: {wrong or "all is well"}. The outcome is kept in {record}.', 'current')
-    with contextlib.suppress(OSError):  # without a record the next process checks again
+    print_log(
+        f'The check took {seconds:.0f} s: {wrong or "all is well"}. The outcome is stored in {record}.', 'current'
+    )
+    with contextlib.suppress(OSError):  # if the outcome cannot be stored, the next process checks again
         record.parent.mkdir(parents=True, exist_ok=True)
         unfinished = record.with_suffix(f'.{os.getpid()}')
         unfinished.write_text(json.dumps(dict(_versions(device), seconds=round(seconds, 1), wrong=wrong), indent=1))
@@ -126,13 +132,13 @@ def check(device: torch.device, cases: list[Case]) -> str | None:
 
 
 def record_of(device: torch.device) -> Path:
-    """The file that keeps the outcome."""
+    """Returns the file in which the outcome is stored."""
     folder = Path(os.environ.get('XDG_CACHE_HOME') or Path.home() / '.cache') / 'mmdtn'
     return folder / f'triton_{hashlib.sha256(json.dumps(_versions(device)).encode()).hexdigest()[:16]}.json'
 
 
 def _versions(device: torch.device) -> dict[str, str]:
-    """Everything that the outcome depends on."""
+    """Returns everything that the outcome depends on."""
     source = b''.join(Path(__file__).with_name(name).read_bytes() for name in SOURCES)
     versions = dict(torch=torch.__version__, triton=dtn_triton.triton.__version__, device=str(device.type))
     if device.type == 'cuda':
@@ -142,7 +148,7 @@ def _versions(device: torch.device) -> dict[str, str]:
 
 
 def _driver() -> str:
-    """The version of the GPU driver, where Linux says it; torch has no function for that."""
+    """Returns the version of the GPU driver. torch has no function for it, so this reads a file of Linux."""
     try:
         return Path('/proc/driver/nvidia/version').read_text().partition('\n')[0]
     except OSError:
@@ -162,7 +168,7 @@ def _locked(record: Path) -> Iterator[None]:
         record.parent.mkdir(parents=True, exist_ok=True)
         lock = FileLock(record.with_suffix('.lock'))
         lock.acquire()
-    except OSError:  # a home that cannot be written: each process checks for itself
+    except OSError:  # the home folder is read-only, so each process runs its own check
         yield
         return
     try:
@@ -172,14 +178,14 @@ def _locked(record: Path) -> Iterator[None]:
 
 
 def self_check(device: torch.device, cases: list[Case] = SHORT) -> str | None:
-    """Runs small layers forward and backward; returns None if their results are right, else what is wrong."""
+    """Runs small layers forward and backward. Returns None if all results are right, else a message."""
     with _usual_modes(device):
         return next(filter(None, (_wrong(device, case) for case in cases)), None)
 
 
 @contextlib.contextmanager
 def _usual_modes(device: torch.device) -> Iterator[None]:
-    """None of the caller's modes, whose saved-tensor hooks may be those of activation checkpointing."""
+    """Switches off the caller's modes: inference mode, no_grad, autocast and the hooks of activation checkpointing."""
     keep = torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
     with torch.inference_mode(False), torch.enable_grad(), keep, torch.autocast(device.type, enabled=False):
         yield
@@ -198,11 +204,11 @@ def _wrong(device: torch.device, case: Case) -> str | None:
     try:
         y, kept = dtn_triton.forward(t, s, dtype)
         gradients = dtn_triton.backward(grad, t, kept, s)
-        y, kept = dtn_triton.forward(t, s, dtype)  # again, as later calls launch kernels that are compiled
+        y, kept = dtn_triton.forward(t, s, dtype)  # later calls launch the kernels in another way
         again = dtn_triton.backward(grad, t, kept, s)
     except torch.cuda.OutOfMemoryError:
         raise
-    except Exception as error:  # a compiler raises anything
+    except Exception as error:  # compilers may raise any class
         return f'{case}: {type(error).__name__}: {error}'
     if not all(map(torch.equal, gradients, again)):
         return f'{case}: the same call gives other gradients the second time'

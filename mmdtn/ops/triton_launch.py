@@ -1,9 +1,9 @@
 """Launches Triton kernels with little work on the host.
 
-``kernel[grid](...)`` types, checks and hashes every argument at each launch, which costs more than the launch itself
-(``benchmark_norm.py --host``). Here this happens at the first launch alone. It returns the compiled kernel, and later
-launches call that kernel, as Triton's tutorial on fused softmax does. Should a future Triton not allow this, every
-launch is an ordinary one.
+``kernel[grid](...)`` checks and hashes every argument at each launch. That takes longer than the launch itself, as
+``benchmark_norm.py --host`` shows. So only the first launch uses this syntax. It returns the compiled kernel, which
+later launches call directly, as Triton's tutorial on fused softmax does. If a future Triton does not allow this, every
+launch uses the public syntax.
 """
 
 from typing import Any
@@ -14,11 +14,11 @@ from mmengine.logging import print_log
 class Launcher:
     """Launches kernels whose arguments always have the same types, constants and alignment.
 
-    ``launch(kernel, grid, arguments, num_warps, constants)``: ``arguments`` are all of the kernel's, in order.
-    ``constants`` are those of them which differ between calls, and for which the kernel is compiled.
+    In ``launch(kernel, grid, arguments, num_warps, constants)``, ``arguments`` has all arguments of the kernel in
+    order. ``constants`` repeats the compile-time constants among them that differ between calls.
     """
 
-    direct = True  # for all launchers of the process: whether compiled kernels can be called
+    direct = True  # whether compiled kernels can be called; shared by all launchers of the process
 
     def __init__(self) -> None:
         self.compiled: dict[tuple, Any] = {}
@@ -29,11 +29,14 @@ class Launcher:
         key = (kernel.__name__, constants)
         compiled = self.compiled.get(key)
         if compiled is None or not self.direct:
-            self.compiled[key] = kernel[grid](*arguments, num_warps=num_warps)  # None from Triton's interpreter
+            self.compiled[key] = kernel[grid](*arguments, num_warps=num_warps)  # Triton's interpreter returns None
             return
         try:
             compiled[grid](*arguments)
         except (AttributeError, TypeError) as error:  # raised before anything is launched
             Launcher.direct = False
-            print_log(f'Triton kernels are launched the slow way: calling a compiled one failed ({error}).', 'current')
+            print_log(
+                f'Triton kernels are launched in the slower way, because calling a compiled one failed ({error}).',
+                'current',
+            )
             kernel[grid](*arguments, num_warps=num_warps)

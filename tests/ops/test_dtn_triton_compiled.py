@@ -1,6 +1,6 @@
-"""The Triton kernels, compiled as they are launched, for GPUs that are not there.
+"""Compiles the Triton kernels as they are launched, without a GPU.
 
-First come the layers of the self-check, which are the first that a GPU runs, and which run every branch of the kernels.
+The layers of the self-check come first. They are the first that a GPU runs, and they cover every branch of the kernels.
 The exhaustive part compiles the layers of every registered architecture for every supported GPU.
 """
 
@@ -44,10 +44,10 @@ def compile_for(arch, layer):
     return compiled
 
 
-def assert_that_no_registers_spill(arch, compiled, allowed=0):
+def assert_that_no_registers_spill(arch, compiled):
     for launch in compiled:
         if not isinstance(arch, str):
-            assert Binary(launch.binary).usage['STACK'] <= allowed, f'{launch.name} spills registers'
+            assert Binary(launch.binary).usage['STACK'] == 0, f'{launch.name} spills registers'
 
 
 LAYERS = checked_layers(triton_check.SHORT) + OTHERS
@@ -75,8 +75,7 @@ def test_all_layers_of_all_models_compile_as_they_are_launched(arch):
 
     for layer in [*checked_layers(triton_check.LONG), *all_layers()]:
         for dtypes in ((torch.float32, torch.float32), HALF, (torch.bfloat16, torch.bfloat16)):
-            # 8 bytes of _statistics on sm_120, and of _tokens_backward there and in a layer of a converted PVTv2-B0
-            assert_that_no_registers_spill(arch, compile_for(arch, layer._replace(dtypes=dtypes)), allowed=8)
+            assert_that_no_registers_spill(arch, compile_for(arch, layer._replace(dtypes=dtypes)))
 
 
 @pytest.mark.parametrize('arch', [75, 'gfx942'])
