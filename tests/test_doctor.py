@@ -45,7 +45,7 @@ def test_what_is_missing_is_named_with_the_cure(capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, 'mmdet', None)  # installed, but not to be imported
     code, text = report(capsys)
     assert code == 1 and '1 of ' in text
-    assert '-> install it again: pip install --no-build-isolation onedl-mmdetection --force-reinstall' in text
+    assert 'pip install --no-build-isolation onedl-mmdetection --force-reinstall' in text
     monkeypatch.setattr(doctor.metadata, 'packages_distributions', dict)
     assert '-> pip install --no-build-isolation onedl-mmdetection\n' in report(capsys)[1]
 

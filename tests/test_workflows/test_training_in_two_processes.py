@@ -160,4 +160,4 @@ def test_faults_on_one_process_are_dealt_with_by_all(tmp_path):
     exits = in_two_processes(train, path, '--work-dir', 'nan', cwd=tmp_path)
     found = [bool(re.match(r'error: the loss is nan in iteration \d', str(code))) for code in exits]
     assert sorted(found) == [False, True] and str(images['train'][5]) in exits[found.index(True)]
-    assert re.match(r'error: the loss of another process than \d is not finite', exits[found.index(False)])
+    assert re.match(r'error: the loss is not finite in a process other than \d', exits[found.index(False)])

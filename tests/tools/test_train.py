@@ -156,8 +156,8 @@ def test_a_full_disk_is_one_line_and_the_run_goes_on_from_the_last_checkpoint(tm
         main([str(classifier), '--work-dir', str(tmp_path / 'work'), *options])
     message = stopped.value.code
     assert re.fullmatch(
-        rf'error: {tmp_path}/work/epoch_2\.pth cannot be written, as the disk is full: it needs [1-9]\S* MB, and its '
-        rf'disk has [1-9]\S* MB left\. .*{first}, is whole\. .*--resume\.',
+        rf'error: {tmp_path}/work/epoch_2\.pth cannot be written because the disk is full\. .* [1-9]\S* MB.* [1-9]\S* MB.* '
+        rf'{first}, .*--resume.*',
         message,
     ), message
     assert sorted(path.name for path in first.parent.glob('*.pth*')) == ['epoch_1.pth']
@@ -368,8 +368,8 @@ def test_dry_run_reports_and_leaves_nothing(tmp_path, kind, request, capsys, mon
     )
     report = capsys.readouterr().out
     steps, batches = (500, 2) if kind == 'classifier' else (200, 1)
-    found = re.search(rf'training step: ([\d.]+) s, {steps} of them in 50 epochs', report)
-    validation = re.search(rf'validation step: ([\d.]+) s, {batches} of them in each of 3 validations', report)
+    found = re.search(rf'training step: ([\d.]+) s, {steps} steps in 50 epochs', report)
+    validation = re.search(rf'validation step: ([\d.]+) s, {batches} steps in each of 3 validations', report)
     hours, minutes, seconds = map(int, re.search(r'the whole run: (\d+):(\d+):(\d+)', report).groups())
     assert re.search(r'peak memory: \d+\.\d\d GB', report)
     expected = float(found[1]) * steps + float(validation[1]) * batches * 3
