@@ -46,8 +46,9 @@ class Finding(NamedTuple):
 
 @functools.cache
 def _distributions() -> Mapping[str, list[str]]:
-    """Returns the installed distributions by import name. Looking them up takes a tenth of a second, so they are
-    cached.
+    """Returns the installed distributions by import name.
+
+    Looking them up takes a tenth of a second, so they are cached.
     """
     return metadata.packages_distributions()
 
@@ -167,8 +168,9 @@ def _device() -> Finding:
 
 
 def _kernels_for_cpus() -> Finding:
-    """Builds DTN's C++ code if it is missing. Without it DTN runs in plain torch on CPUs, which is fine on GPU
-    machines.
+    """Builds DTN's C++ code if it is missing.
+
+    Without it DTN runs in plain torch on CPUs, which is fine on GPU machines.
     """
     torch, _ = _import('torch')
     dtn_cpu, error = _import('mmdtn.ops.dtn_cpu')

@@ -135,7 +135,7 @@ def test_search_is_never_below_the_sweep_on_its_own_images(candidates):
 
 def test_a_budget_below_the_first_exit_is_refused():
     conf, hit = drawn(10)
-    with pytest.raises(ValueError, match=r'costs less than 0\.47 GFLOPs, but 0\.4 are'):
+    with pytest.raises(ValueError, match=r'0\.4 GFLOPs .*0\.47 GFLOPs'):
         budget.search(conf, hit, GFLOPS, torch.tensor([0.4, 1.0]))
 
 
@@ -143,7 +143,7 @@ def test_thresholds_of_a_budget_are_read_from_a_curve(tmp_path):
     file = tmp_path / 'budget.json'
     file.write_text(json.dumps(dict(sweep=[dict(gflops=g, thresholds=[g, 0.5, -1e8]) for g in (0.5, 0.9, 1.2)])))
     assert budget.read_thresholds(file, 1.0) == [0.9, 0.5, -1e8]
-    with pytest.raises(ValueError, match=r'cheapest thresholds in .+ take 0\.5 in the mean'):
+    with pytest.raises(ValueError, match=r'cheapest thresholds in .+ 0\.5 '):
         budget.read_thresholds(file, 0.4)
     with pytest.raises(ValueError, match="no curve 'exact'"):
         budget.read_thresholds(file, 0.4, search='exact')
