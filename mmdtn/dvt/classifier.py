@@ -32,10 +32,10 @@ class DVT(BaseModel):
             under ``'base'`` needs only the fields that differ.
         num_classes: Number of classes.
         grids: For each exit, the number of tokens along a side of an image of ``img_size``. Each number is between one
-            and two times the previous one. The soft splits of T2T-ViT give 7, 10 and 14 tokens along 224 px, and patches
-            give any number.
-        reuse_features: Whether the tokens in each block are joined by 48 channels, computed from the last tokens of the
-            exit before.
+            and two times the previous one. The soft splits of T2T-ViT give 7, 10 and 14 tokens along 224 px, and
+            patches give any number.
+        reuse_features: Whether each block concatenates its tokens with 48 channels, which are computed from the last
+            tokens of the previous exit.
         reuse_relations: Whether a function of all attention logits of the previous exit is added to the logits of each
             block.
         norm_cfg: Normaliser of the first ``dtn_layers`` blocks of each exit. The published model has
