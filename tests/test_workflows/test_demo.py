@@ -34,7 +34,7 @@ def test_the_demo_ends_with_a_summary_pictures_and_a_checkpoint(tmp_path):
         with Image.open(picture) as both, Image.open(tmp_path / 'data/shapes/val' / f'{picture.stem}.jpg') as one:
             assert both.size == (2 * one.width, one.height), 'truth and prediction, side by side'
     for moment in ('after one epoch', 'now'):
-        picture = tmp_path / said.partition(f'what it sees {moment}: ')[2].split()[0]
+        picture = tmp_path / said.partition(f'predictions {moment}: ')[2].split()[0]
         with Image.open(picture) as both:
             assert both.width > 1.5 * both.height
     report = tmp_path / said.partition('  report ')[2].split()[0]

@@ -167,7 +167,7 @@ def test_writing_asks_first_and_goes_on_where_it_stopped(classifier, tmp_path, m
     with pytest.raises(SystemExit, match='nothing was written'):
         corrupt.main([str(source), str(target), *cell])
     assert 'about' in capsys.readouterr().out and not list(target.rglob('*.png'))
-    with pytest.raises(SystemExit, match='a second call would corrupt'):
+    with pytest.raises(SystemExit, match='would corrupt'):
         corrupt.main([str(source), str(source / 'c'), *cell, '--yes'])
     corrupt.main([str(source), str(target), *cell, '--yes'])
     first = {p: p.read_bytes() for p in target.rglob('*.png')}
@@ -297,5 +297,5 @@ def test_errors(classifier, tmp_path):
     with pytest.raises(SystemExit, match=r'no corruption .*nearest: snow'):
         run(classifier, tmp_path / 'out', '--corruptions', 'snowy')
     (tmp_path / 'empty').mkdir()
-    with pytest.raises(SystemExit, match='no pictures'):
+    with pytest.raises(SystemExit, match='empty has no images'):
         corrupt.main([str(tmp_path / 'empty'), str(tmp_path / 'c'), '--yes'])
