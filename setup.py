@@ -15,7 +15,7 @@ for name in ('configs', 'tools', 'model-index.yml'):
     if not inside.exists():
         try:
             inside.symlink_to(Path('..', '..', name))
-        except OSError:  # most users of Windows may not create links
+        except OSError:  # most Windows users cannot create links
             (shutil.copytree if (here / name).is_dir() else shutil.copy)(here / name, inside)
 
 setup()

@@ -1,7 +1,10 @@
-"""Checks the environment, and tells how to fix what is wrong: python -m mmdtn.doctor [--report FILE]
+"""Checks the environment, and tells how to fix what is wrong.
 
-The doctor also builds DTN's C++ code, which takes 10 to 20 seconds the first time. On a GPU it checks the Triton
-kernels with all dtypes and measures them, which takes a few minutes.
+The doctor also builds DTN's C++ code, which takes 10 to 20 seconds the first time. On a GPU, the doctor checks the
+Triton kernels with all dtypes and measures them, which takes a few minutes.
+
+Example:
+    python -m mmdtn.doctor --report FILE
 """
 
 import argparse
@@ -48,7 +51,7 @@ class Finding(NamedTuple):
 def _distributions() -> Mapping[str, list[str]]:
     """Returns the installed distributions by import name.
 
-    Looking them up takes a tenth of a second, so they are cached.
+    The result is cached, because each lookup takes a tenth of a second.
     """
     return metadata.packages_distributions()
 
@@ -106,7 +109,7 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 
 def _opencv() -> Finding:
-    """Checks OpenCV. mmengine imports cv2 without requiring it, and other packages install one or several versions."""
+    """Checks OpenCV. MMEngine imports cv2 without requiring it, and other packages install one or several versions."""
     wheels = sorted(set(_distributions().get('cv2', [])))
     headless = 'pip install opencv-python-headless'
     module, error = _import('cv2')
@@ -118,7 +121,7 @@ def _opencv() -> Finding:
 
 
 def _torch_and_mmcv() -> Finding:
-    """Checks that mmcv's ops run. They are compiled for one version of torch and CUDA, and fail with others."""
+    """Checks that mmcv's ops run. The ops are compiled for one version of torch and CUDA, and fail with others."""
     again = 'reinstall mmcv for this torch: pip install --no-build-isolation --force-reinstall --no-deps onedl-mmcv'
     torch, _ = _import('torch')
     ops, error = _import('mmcv.ops')
@@ -170,7 +173,7 @@ def _device() -> Finding:
 def _kernels_for_cpus() -> Finding:
     """Builds DTN's C++ code if it is missing.
 
-    Without it DTN runs in plain torch on CPUs, which is fine on GPU machines.
+    Without this code DTN runs in plain torch on CPUs, which does not matter on machines with a GPU.
     """
     torch, _ = _import('torch')
     dtn_cpu, error = _import('mmdtn.ops.dtn_cpu')
@@ -224,7 +227,7 @@ def _tensorboard() -> Finding:
 
 
 def _lines() -> Iterator[tuple[str, bool]]:
-    """Yields the lines of the report, each with whether it reports a problem."""
+    """Yields each line of the report, and whether the line reports a problem."""
     findings = list(examine())
     width = max(len(finding.what) for finding in findings)
     for finding in findings:

@@ -1,4 +1,4 @@
-"""Turns errors that users can fix into messages of one line."""
+"""Turns errors that users can fix into one-line messages."""
 
 import difflib
 import errno
@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from traceback import walk_tb
 
-# Messages of mmengine and of build_norm about a name that no registry has.
+# Messages of mmengine and of build_norm for a name that is not registered.
 UNKNOWN_NAME = re.compile(
     r"Failed to get (\S+)$|(\S+) is not in the .+ registry\.|norm_cfg has type='(\S+)', which nothing registered"
 )
@@ -25,12 +25,12 @@ INTERRUPTED = 130  # exit code: 128 plus the number of SIGINT
 
 
 class UserError(Exception):
-    """Error whose message needs no traceback. The command lines print only the message."""
+    """Error that the command lines print without a traceback."""
 
 
 @contextmanager
 def readable_errors(debug: bool = False) -> Iterator[None]:
-    """Ends the process with a message of one line if :func:`explain` has one. Other errors keep their traceback.
+    """Exits with a one-line message if :func:`explain` has one. Other errors are raised with their traceback.
 
     After Ctrl-C the exit code is 130, as shells expect. The message of the KeyboardInterrupt tells how to resume.
     """
@@ -49,9 +49,9 @@ def readable_errors(debug: bool = False) -> Iterator[None]:
 
 
 def explain(error: BaseException) -> str | None:
-    """Returns a message of one line for an error caused by the config, the data or the environment, otherwise None."""
+    """Returns a one-line message for errors caused by the config, the data or the environment, and None for others."""
     if isinstance(error, UserError):
-        # An error of a data worker arrives as a text that ends with the original message.
+        # The error of a data worker contains a traceback that ends with the original message.
         return str(error).strip().rpartition(f'{type(error).__name__}: ')[2]
     if isinstance(error, ModuleNotFoundError):
         return f'{error}: run `python -m mmdtn.doctor` to check the environment'

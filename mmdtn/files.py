@@ -39,7 +39,10 @@ def whole_file(path: str | Path) -> Iterator[BinaryIO]:
 
 
 def write_whole(path: str | Path, content: str | bytes) -> None:
-    """Writes a file. If it does not fit on the disk, the error tells how much space it needs and how much is free."""
+    """Writes a file completely or not at all.
+
+    If the file does not fit on the disk, the error tells how much space it needs and how much is free.
+    """
     content = content.encode() if isinstance(content, str) else content
     try:
         with whole_file(path) as file:
@@ -69,5 +72,5 @@ class WholeFileBackend(LocalBackend):
 
 
 def write_whole_files() -> None:
-    """Registers the file backend with mmengine. Its runners, strategies and hooks save all files through backends."""
+    """Registers the file backend with mmengine, whose runners, strategies and hooks save all files through backends."""
     register_backend('local', WholeFileBackend, force=True, prefixes='')

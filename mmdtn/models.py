@@ -1,4 +1,7 @@
-"""Reads configs, builds their models and loads checkpoints. No other module of the package does this."""
+"""Reads configs, builds their models and loads checkpoints.
+
+The rest of the package uses these functions, and does none of this itself.
+"""
 
 import copy
 import inspect
@@ -36,7 +39,7 @@ class TrainedModel:
 def read_config(path: str | Path, changes: Mapping[str, Any] | None = None) -> Config:
     """Reads a config and sets its default scope.
 
-    mmengine imports the modules in ``custom_imports``. Errors name the file and, if it is known, the line.
+    MMEngine imports the modules in ``custom_imports``. Errors name the file and, if it is known, the line.
 
     Args:
         path: The config file.
@@ -64,7 +67,7 @@ def read_config(path: str | Path, changes: Mapping[str, Any] | None = None) -> C
 def _place(error: Exception) -> str | None:
     """Returns the config file and the line where an error occurred.
 
-    mmengine runs configs as modules. onedl's mmengine compiles them with their file name, and OpenMMLab's without one.
+    MMEngine runs configs as modules. onedl's mmengine compiles them with their file name, and OpenMMLab's without one.
     """
     run = (frame for frame in reversed(extract_tb(error.__traceback__)) if frame.name == '<module>')
     return next((f'{frame.filename}, line {frame.lineno}' for frame in run if os.path.exists(frame.filename)), None)

@@ -1,8 +1,8 @@
 """Runs studies, which train the same model with one change at a time and several seeds.
 
-A STUDY is a file in configs/studies. Its runs use tools/train.py and tools/test.py, with one core each. A finished run
-has a record in --results and is not repeated. An interrupted run resumes from its last checkpoint. At the end, tables
-and curves are made from all records, and the section of the study in --page is replaced.
+A STUDY is a file in configs/studies. The runs of a study use tools/train.py and tools/test.py, with one core each. A
+finished run has a record in --results and is not repeated. An interrupted run resumes from its last checkpoint. At the
+end, tables and curves are made from all records, and the section of the study in --page is replaced.
 
 Example:
     python tools/study.py STUDY

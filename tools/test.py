@@ -1,4 +1,4 @@
-"""Tests a checkpoint of a config of any MM package.
+"""Tests a checkpoint with a config of any MM package.
 
 Example:
     python tools/test.py CONFIG CHECKPOINT --out predictions.pkl

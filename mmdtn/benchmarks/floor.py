@@ -51,7 +51,7 @@ TOUCHED = {
 
 
 class Kernel(NamedTuple):
-    """Lower bounds for a launch in microseconds, one for each resource, and the resources that its code uses."""
+    """Resource usage of a kernel launch, and lower bounds for its time in microseconds."""
 
     name: str
     programs: int
@@ -77,7 +77,7 @@ def floors(gpu: Gpu, layer: Layer) -> list[Kernel]:
 def layernorm_floor(gpu: Gpu, layer: Layer) -> float:
     """Returns a lower bound for LayerNorm, forward and backward, in microseconds.
 
-    LayerNorm moves five times the bytes of its input, and nothing else matters.
+    LayerNorm is limited by memory traffic, and moves five times the bytes of its input.
     """
     x = layer.tensors().x
     return 5 * x.nbytes / gpu.bandwidth * 1e6

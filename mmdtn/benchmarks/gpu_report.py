@@ -1,4 +1,4 @@
-"""Report on the DTN kernels on a GPU: their times and registers, and the times of the layers next to LayerNorm."""
+"""Reports times and registers of the DTN kernels on a GPU, and compares the layers with LayerNorm."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -11,7 +11,7 @@ from mmdtn.ops import Settings, Tensors, dtn_triton
 from . import host, timing
 
 RUNS = 20
-# Batch, height, width, channels, heads, pool size: PVT-Tiny on ImageNet and COCO, ViT-S*.
+# Layers of PVT-Tiny on ImageNet and COCO, and of ViT-S*, as (batch size, height, width, channels, heads, pool size).
 LAYERS = [(128, 56, 56, 64, 4, 4), (2, 200, 336, 64, 4, 4), (2, 50, 84, 320, 5, 1), (128, 14, 14, 432, 9, 1)]
 
 

@@ -20,7 +20,7 @@ from torch import nn
 from mmdtn.norms import DTN
 from mmdtn.ops import dtn_triton, triton_check
 
-# Height, width, channels, heads, pool size: one layer for each set of kernels.
+# One layer for each set of kernels, as (height, width, channels, heads, pool size).
 LAYERS = {'small': (4, 4, 8, 2, 1), 'large': (17, 3, 8, 2, 1), 'pooled': (5, 7, 8, 2, 2)}
 DRIVER = """
 #include <stdint.h>
@@ -77,7 +77,7 @@ def idle_driver() -> Iterator[None]:
         cache = dict(TRITON_LIBCUDA_PATH=folder, TRITON_CACHE_DIR=f'{folder}/cache')
         with mock.patch.dict(os.environ, cache):
             triton.runtime.driver.set_active(Idle())
-            # No public option sends a CPU tensor to the GPU back end, and users need none.
+            # There is no public option that sends CPU tensors to the GPU back end, because users do not need one.
             with (
                 mock.patch.object(dtn_triton, 'DEVICE', 'cpu'),
                 mock.patch.object(triton_check, 'works', lambda device: True),
@@ -89,7 +89,7 @@ def idle_driver() -> Iterator[None]:
 def microseconds(run: Callable[[], object], repeats: int = 400) -> float:
     """Returns the 10th percentile of the run time in microseconds.
 
-    Other processes on the machine only make runs slower.
+    Other processes on the machine can only make runs slower, so low percentiles are more reliable than the mean.
     """
     times = []
     for i in range(repeats):
@@ -102,7 +102,7 @@ def microseconds(run: Callable[[], object], repeats: int = 400) -> float:
 
 
 def measure() -> dict[str, tuple[float, float]]:
-    """Measures the forward pass, and the forward and backward pass, of each layer and of LayerNorm in microseconds."""
+    """Returns the host time of a forward pass, and of a forward and backward pass, for each layer and for LayerNorm."""
     device = 'cuda' if torch.cuda.is_available() else 'cpu'
     results = {}
     with nullcontext() if device == 'cuda' else idle_driver():

@@ -133,7 +133,7 @@ def launches(arch: int | str, layer: Layer) -> list[Launch]:
 
 
 class Binary:
-    """Machine code of a kernel for an NVIDIA GPU, which is read with the CUDA tools in the Triton package."""
+    """Machine code of a kernel for NVIDIA GPUs, which is read with the CUDA tools of the Triton package."""
 
     def __init__(self, code: bytes) -> None:
         self.code = code

@@ -12,7 +12,7 @@ from torch import nn
 from mmdtn.analysis import SavedBytes
 from mmdtn.norms import DTN
 
-# Batch size, channels, heads, height, width, pool size.
+# Layers as (batch size, channels, heads, height, width, pool size).
 SHAPES = [
     (8, 432, 9, 14, 14, 1),
     (8, 64, 4, 56, 56, 4),
@@ -42,10 +42,10 @@ def saved_bytes(layer: nn.Module, x: torch.Tensor) -> int:
 
 
 def medians(runs: dict[str, Callable[[], object]], repeats: int) -> dict[str, float]:
-    """Returns the median time of each run in milliseconds.
+    """Returns the median time of each function in milliseconds.
 
-    The runs take turns in rounds, so that other load on the machine affects all of them. Each run warms up in every
-    round.
+    The functions take turns in rounds, so that other load on the machine affects all of them. In every round, each
+    function first runs twice for warm-up.
     """
     times: dict[str, list[float]] = {name: [] for name in runs}
     for a_round in range(ROUNDS):
@@ -75,7 +75,7 @@ def measure(shape: tuple[int, ...], repeats: int, dtype: torch.dtype) -> dict:
         with torch.no_grad():
             layer(x)
 
-    def both_ways(layer: nn.Module) -> None:  # backward() would also add to existing gradients
+    def both_ways(layer: nn.Module) -> None:  # backward() would accumulate gradients
         torch.autograd.grad(layer(x), [x, *layer.parameters()], upstream)
 
     def in_plain_torch(run: Callable[[nn.Module], None]) -> None:

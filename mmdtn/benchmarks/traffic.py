@@ -27,12 +27,15 @@ class Traffic(NamedTuple):
 
     launches: int
     moved: float  # distinct bytes of each launch, summed
-    asked: float  # bytes of all loads and stores, of which caches answer some
-    temporary: float  # bytes allocated but not returned, if nothing were freed before the end
+    asked: float  # bytes of all loads and stores, some of which are cached
+    temporary: float  # bytes of intermediate tensors, if none were freed early
 
 
 class Counter(TorchDispatchMode):
-    """Context manager that counts launches and bytes. Triton kernels only count with ``TRITON_INTERPRET=1``."""
+    """Context manager that counts launches and bytes.
+
+    Triton kernels are counted only if ``TRITON_INTERPRET=1`` is set.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,7 +45,7 @@ class Counter(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         name = func.overloadpacket.__name__
-        if func.is_view or name in ('set_', 'copy_'):  # the interpreter itself uses the last two
+        if func.is_view or name in ('set_', 'copy_'):  # the interpreter itself calls the last two
             return result
         outputs = _bytes(result)
         self.allocated += outputs
@@ -96,8 +99,7 @@ def _interpreted(counter: Counter) -> Iterator[None]:
         counter.launches += 1
         grid(*sizes)
 
-    # The interpreter has no hooks. Its builder, one object for the process, is the only place that sees every memory
-    # access.
+    # The interpreter has no hooks. Every memory access goes through its builder, which is a single object per process.
     builder.create_masked_load, builder.create_masked_store, builder.set_grid_dim = (
         count_load,
         count_store,
@@ -142,7 +144,7 @@ def _count_dtn(x: Tensor, heads: int, settings: Settings, out: torch.dtype) -> t
 
 
 def count_residual(batch: int, height: int, width: int, channels: int, heads: int, pool_size: int) -> dict[str, float]:
-    """Counts the bytes that a norm and the operators around it move, as multiples of the input, under float16 autocast.
+    """Counts the bytes that a norm and the operators around it move under float16 autocast, relative to the input.
 
     The operators are drop path, the residual sum, the norm, and the casts in front of the next linear layer.
     """

@@ -56,7 +56,7 @@ def build_loader(cfg: Config, name: str, images: int | None = None, seed: int = 
 
 
 class Answers(NamedTuple):
-    """Predictions of each exit for each image. Both tensors are ``K x N``.
+    """Confidence and correctness of each exit's prediction for each image, as ``K x N`` tensors.
 
     ``conf`` is the largest probability, and ``hit`` tells whether the class of this probability is correct.
     """
@@ -84,9 +84,10 @@ class Race(NamedTuple):
 
 @torch.no_grad()
 def race(model: DVT, loader: Iterable[Any], thresholds: Tensor) -> list[Race]:
-    """Times early exit against computing all exits, for each row of thresholds.
+    """Compares the speed of early exit with that of computing all exits, for each row of thresholds.
 
-    Both take turns on the same batches. Loading and preprocessing the images does not count.
+    Early exit and full computation take turns on the same batches. The time for loading and preprocessing images is not
+    included.
     """
     model.eval()
     rows: list[Sequence[float]] = [row[:-1].tolist() for row in thresholds]

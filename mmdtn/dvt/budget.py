@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-NOBODY, EVERYBODY = 1e8, -1e8  # the first is above all probabilities, and the second below
+NOBODY, EVERYBODY = 1e8, -1e8  # thresholds above and below all probabilities
 
 
 def shares(exits: int, points: int = 59) -> Tensor:
@@ -55,7 +55,7 @@ def find_thresholds(conf: Tensor, shares: Tensor) -> Tensor:
 
 
 def exits_taken(conf: Tensor, thresholds: Tensor) -> Tensor:
-    """Returns ``P x N``: the exit, counted from 0, at which each image leaves.
+    """Returns the index of the exit at which each image leaves, as a ``P x N`` tensor.
 
     The last exit takes all remaining images.
     """
@@ -87,7 +87,7 @@ def search(
 
     The search compares all combinations of candidates. The candidates of an exit are quantiles of its confidences, and
     the thresholds in ``also``. On the given images the result is therefore at least as accurate as ``also``. The search
-    suits two or three exits, as each further exit multiplies the memory by ``candidates``.
+    is suitable for two or three exits, because each further exit multiplies the memory by ``candidates``.
 
     Args:
         conf: The largest probabilities, ``K x N``.
@@ -152,7 +152,7 @@ def _by_candidates(reached: Sequence[Tensor], sizes: Sequence[int], leaves: int,
 def read_thresholds(file: str | Path, gflops: float, search: str = 'sweep') -> list[float]:
     """Reads thresholds from a file of ``tools/dvt_budget.py``.
 
-    Of those whose mean cost is at most ``gflops``, the most expensive thresholds are returned.
+    Returns the most expensive thresholds whose mean cost is at most ``gflops``.
 
     Args:
         file: The JSON file.

@@ -148,7 +148,7 @@ class DVT(BaseModel):
         return self.exits[number](images, upstream, hand_on_relations)
 
     def loss(self, inputs: Tensor, data_samples: list) -> dict[str, Tensor]:
-        """Returns the weighted loss of each exit as ``exit1_loss`` and so on. mmengine sums them."""
+        """Returns the weighted loss of each exit as ``exit1_loss`` and so on. MMEngine sums them."""
         if 'gt_score' in data_samples[0]:  # scores of mixed images
             target = torch.stack([sample.gt_score for sample in data_samples])
         else:

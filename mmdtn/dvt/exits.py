@@ -1,4 +1,4 @@
-"""An exit: one complete classifier of the cascade."""
+"""Exits, which are the complete classifiers of a cascade."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -40,7 +40,7 @@ FAMILIES = {'t2t': Family(t2t_stem, 1e-5, False, False), 'deit': Family(PatchSte
 
 
 class Reuse(NamedTuple):
-    """Which outputs of the previous exit an exit reuses."""
+    """Selects the outputs of the previous exit that an exit reuses."""
 
     features: bool = False
     relations: bool = False
@@ -110,7 +110,7 @@ def _normalise(norm: nn.Module, x: Tensor, grid: Grid) -> Tensor:
 
 
 class Exit(nn.Module):
-    """Classifier of the cascade. It also returns what the next exit reuses.
+    """Classifier of a cascade, which returns logits and the output that the next exit reuses.
 
     Args:
         arch: Dict with the fields of ``ARCHS``.
@@ -168,7 +168,7 @@ class Exit(nn.Module):
         return self.head(self.norm(x[:, 0])), Upstream(x, grid, torch.cat(logits, 1) if logits else None)
 
     def _added_logits(self, upstream: Upstream | None, grid: Grid) -> Callable[[int], Tensor | None]:
-        """Returns a function of the index of a block, which computes the logits to add to its attention."""
+        """Returns a function that computes, for the index of a block, the logits to add to its attention."""
         relations = self.relations
         if relations is None:
             return lambda layer: None

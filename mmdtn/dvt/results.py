@@ -1,4 +1,4 @@
-"""Accuracy of a cascade over its cost: the results in published files, and those that tools write and print."""
+"""Reads, formats and writes the accuracy of a cascade as a function of its cost."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Reuse of the previous exit: the tokens of its last block, and the attention logits of all its blocks."""
+"""Modules that reuse the previous exit: the tokens of its last block, and the attention logits of all its blocks."""
 
 from typing import NamedTuple
 
@@ -39,7 +39,7 @@ def resample(x: Tensor, source: Grid, target: Grid) -> Tensor:
 
 
 def resample_relations(x: Tensor, source: Grid, target: Grid) -> Tensor:
-    """Resamples both token dimensions of attention logits: ``T x T^t``, from ``M x M`` to ``(N + 1) x (N + 1)``.
+    """Resamples both token dimensions of attention logits, from ``M x M`` to ``(N + 1) x (N + 1)``.
 
     The row and the column of the class token are not resampled.
     """
@@ -51,7 +51,7 @@ def resample_relations(x: Tensor, source: Grid, target: Grid) -> Tensor:
 class FeatureReuse(nn.Module):
     """Computes the features ``B x (N + 1) x 48`` that a block concatenates to its tokens.
 
-    The formula is ``E = [0 ; resample(g(Z))]``. The zero is for the class token.
+    The formula is ``E = [0 ; resample(g(Z))]``. The features of the class token are zero.
     """
 
     def __init__(self, width: int, eps: float) -> None:

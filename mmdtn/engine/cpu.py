@@ -24,7 +24,7 @@ LOCAL_RANKS = dict(pytorch='LOCAL_RANK', slurm='SLURM_LOCALID', mpi='OMPI_COMM_W
 class BFloat16OptimWrapper(OptimWrapper):
     """Optimizer wrapper that runs the model under bfloat16 autocast.
 
-    bfloat16 has the range of float32, so the loss needs no scaling. mmengine's ``AmpOptimWrapper`` requires a GPU
+    bfloat16 has the range of float32, so the loss needs no scaling. MMEngine's ``AmpOptimWrapper`` requires a GPU
     because of its gradient scaler.
     """
 
@@ -49,8 +49,8 @@ def keep_freed_memory() -> None:
 def run_on_cpu(cfg: Config) -> None:
     """Changes a config so that its processes communicate through gloo, and initialises the process group.
 
-    For every process group, mmengine sets a CUDA device. It also passes a device number to DDP, which accepts none for
-    a model on the CPU. mmengine uses an existing process group as it is.
+    MMEngine sets a CUDA device whenever it initialises a process group, but uses an existing process group as it is.
+    MMEngine also passes a device number to DDP, which accepts none for a model on the CPU.
     """
     env_cfg = cfg.get('env_cfg') or {}
     dist_cfg = dict(env_cfg.get('dist_cfg') or {}, backend='gloo')
@@ -65,7 +65,7 @@ def run_on_cpu(cfg: Config) -> None:
         )
         cfg.model_wrapper_cfg = dict(wrapper, device_ids=None)
     if not is_distributed():
-        # mmengine's init_dist always calls torch.cuda.set_device(local_rank). torch ignores a negative rank.
+        # MMEngine's init_dist always calls torch.cuda.set_device(local_rank). PyTorch ignores a negative rank.
         variable = LOCAL_RANKS[cfg.launcher]
         local_rank = os.environ.get(variable, '0')
         os.environ[variable] = '-1'
@@ -80,8 +80,8 @@ def _shard_on_cpu(cfg: Config) -> None:
         return
     cfg.strategy.model_wrapper = dict(cfg.strategy.get('model_wrapper') or {}, device_id='cpu')
     if cfg.strategy.get('state_dict_cfg') == 'full':
-        # With 'full', FSDP moves the gathered weights to the CPU. It copies nothing if they are on the CPU already, and
-        # torch then reads memory that it has freed.
+        # With 'full', FSDP moves the gathered weights to the CPU. If the weights are on the CPU already, FSDP copies
+        # nothing, and torch then reads freed memory.
         here = dict(rank0_only=True, offload_to_cpu=False)
         cfg.strategy.state_dict_cfg = dict(
             state_dict_type='FULL_STATE_DICT',

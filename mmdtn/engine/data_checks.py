@@ -48,7 +48,7 @@ def check_data(runner: Runner, names: tuple[str, ...], strict: bool = False) -> 
 
 
 def _annotation_files(dataset: Any) -> Iterator[tuple[Any, str, tuple[str, ...]]]:
-    """Yields the config of each dataset, also of wrapped ones, with its annotation file and its classes."""
+    """Yields the config of each dataset, including wrapped ones, with its annotation file and its classes."""
     if isinstance(dataset, list | tuple):
         for part in dataset:
             yield from _annotation_files(part)
@@ -91,7 +91,7 @@ def _report_annotations(runner: Runner, path: str, classes: tuple[str, ...], str
     runner.logger.warning(f'{message}\nThey are ignored. Use --strict to stop instead.')
     copy: list[Any] = [None]
     if is_main_process() and classes and (content := without_unreadable(path)):
-        parts = Path(path).resolve().parts[1:]  # files with the same name in different folders stay apart
+        parts = Path(path).resolve().parts[1:]  # keeps files of the same name in different folders apart
         copy[0] = str(Path(runner.log_dir, 'annotations', *parts).absolute())
         write_whole(copy[0], json.dumps(content))
     return broadcast(copy)[0]
@@ -141,7 +141,7 @@ def _without_broken_images(runner: Runner, dataset: Any, strict: bool) -> Any:
 
 
 def broadcast(found: list[Any]) -> list[Any]:
-    """Returns the values of the main process in all processes."""
+    """Sends the values of the main process to all processes, and returns them."""
     broadcast_object_list(found)
     return found
 

@@ -29,7 +29,7 @@ def dry_run(cfg: Config, strict: bool = False) -> None:
     with tempfile.TemporaryDirectory(prefix='dry-run-') as work_dir:
         cfg.work_dir = work_dir
         checkpoint_settings(cfg).pop('out_dir', None)
-        # The name is unique, because mmengine shares a visualizer, with its folder, between runs of the same name.
+        # MMEngine shares a visualizer and its folder between all runs that use the same name, so this name is unique.
         cfg.visualizer = dict(cfg.get('visualizer') or dict(type='Visualizer'), name=Path(work_dir).name)
         runner = build_runner(cfg)
         runner.register_hook(_StopsAfterAFewSteps())

@@ -22,8 +22,8 @@ def coco_faults(path: str, classes: Sequence[str] = ()) -> list[str]:
     """Returns a description of each fault in a COCO annotation file, and raises ``DataError`` if nothing in it can be
     used.
 
-    A JSON file in another format has no faults. Neither has a COCO file of captions, of panoptic segments, or of test
-    images without annotations.
+    JSON files in other formats have no faults. COCO files of captions, of panoptic segments, or of test images without
+    annotations have no faults either.
 
     Args:
         path: The annotation file.
@@ -125,7 +125,7 @@ def _name(image: dict) -> str:
 def image_fault(path: str) -> str | None:
     """Returns why an image file cannot be used, or None for a complete file.
 
-    Most files need only a look at their first and last bytes. Truncated JPEG files must be found here, because some
+    For most files only the first and last bytes are read. Truncated JPEG files must be found here, because some
     versions of OpenCV decode them and fill the rest with grey.
     """
     try:

@@ -57,7 +57,7 @@ def build_runner(cfg: Config) -> Runner:
 def leave_together() -> None:
     """Waits for all processes before they exit. gloo aborts if one exits while others still communicate with it."""
     if is_distributed():
-        gc.collect()  # frees the runner, a reference cycle in which an FSDP model keeps process groups
+        gc.collect()  # frees the runner, whose FSDP model keeps process groups alive
         barrier()
         destroy_process_group()
 
@@ -69,11 +69,11 @@ def has_accelerator() -> bool:
 def add_runtime(cfg: Config, file: Path) -> list[str]:
     """Merges configs/_base_/runtime.py into a config, and returns a line for each change.
 
-    A loop or checkpoint hook of another class than mmengine's own is not replaced.
+    Only mmengine's own loops and checkpoint hook are replaced.
     """
     runtime, lines = Config.fromfile(file).runtime, []
     ours = runtime.default_hooks.checkpoint
-    loop = class_of(cfg.train_cfg, LOOPS) if 'type' in cfg.train_cfg else None  # None if by_epoch selects the loop
+    loop = class_of(cfg.train_cfg, LOOPS) if 'type' in cfg.train_cfg else None  # None: by_epoch selects the loop
     if loop in (None, EpochBasedTrainLoop, IterBasedTrainLoop):
         cfg.train_cfg.pop('by_epoch', None)  # mmengine accepts either a type or by_epoch
         cfg.train_cfg.update(runtime.train_cfg)
@@ -107,7 +107,7 @@ def add_hook(cfg: Config, **hook: Any) -> bool:
 
 
 def check_exists(checkpoint: str) -> None:
-    """Raises an error if a local checkpoint does not exist. mmengine would raise it only after building everything
+    """Raises an error if a local checkpoint does not exist. MMEngine would raise it only after building everything
     else.
     """
     if '://' not in checkpoint:

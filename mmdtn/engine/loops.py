@@ -1,11 +1,10 @@
 """Training loops in which a resumed run does the same as an uninterrupted one.
 
-mmengine restores weights, optimizer, schedules and counters. It does not restore the position within an epoch, the
-random states of the process and its data workers, or a sampler seed that the config does not set.
+MMEngine restores weights, optimizer, schedules and counters. MMEngine does not restore the position within an epoch,
+the random states of the process and its data workers, or a sampler seed that the config does not set.
 
-The loops here save no random states. They seed the model with the number of the iteration, and the augmentation of each
-sample with the number of the sample. A validation in between therefore changes nothing, however many random numbers it
-draws.
+The loops here save no random states. The model is seeded with the number of the iteration, and the augmentation of each
+sample with the number of the sample. Random numbers drawn during a validation therefore make no difference.
 """
 
 from collections.abc import Iterator

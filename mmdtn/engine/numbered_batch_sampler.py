@@ -20,10 +20,10 @@ class NumberedBatchSampler(Sampler):
     The number of a sample is its position in the whole run over all processes. The augmentation depends on this number,
     but neither on the data workers nor on random numbers drawn before.
 
-    The dataset needs no change. As its documentation says, torch's loader fetches a batch as ``[dataset[i] for i in
-    batch]``. Iterating over a batch of this sampler seeds the random generators before each index, in the process that
-    loads the sample. (torchdata's ``StatefulDataLoader`` saves the random states of the workers, so a run must resume
-    with the same number of workers.)
+    The dataset needs no change. As documented, torch's loader fetches a batch as ``[dataset[i] for i in batch]``.
+    Iterating over a batch of this sampler seeds the random generators before each index, in the process that loads the
+    sample. ``StatefulDataLoader`` of torchdata saves the random states of the workers, so a run must resume with the
+    same number of workers.
 
     Args:
         sampler: Sampler of the indices, which mmengine passes.

@@ -1,7 +1,7 @@
-"""Compares the time and saved bytes of backbones with DTN, with LayerNorm, and of other packages.
+"""Compares the speed and memory of backbones with DTN, with LayerNorm, and from other packages.
 
 The models of a family take turns in each round, so that their ratios are reliable. Times and ratios are medians over
-the rounds. With --count, the tool counts launches and memory traffic on a GPU, without needing one.
+the rounds. The option --count computes launches and memory traffic as on a GPU, but needs no GPU.
 
 Example:
     python tools/analysis_tools/benchmark_backbone.py --models pvt swin vit --repeats 5 --only 224
@@ -56,7 +56,7 @@ FAMILIES: dict[str, dict[str, tuple[Callable[[], nn.Module], str | None]]] = {
         ),
         'ViT-S LN': (lambda: ViTDTN('s', norm_cfg=LN), "timm's ViT-S"),
     },
-    # These models are in evaluation mode, because batch norms are affine only there.
+    # These models are in evaluation mode, because batch norms are affine only in this mode.
     'fused': {
         'PVT-Tiny LN': (lambda: PVTDTN('tiny', norm_cfg=LN).eval(), None),
         'PVT-Tiny BN': (lambda: PVTDTN('tiny', **BN).eval(), 'PVT-Tiny LN'),
@@ -117,7 +117,7 @@ def line(name: str, values: dict[str, float], formats: dict[str, str]) -> str:
 
 
 def count(families: list[str], shape: tuple[int, ...]) -> None:
-    if os.environ.get('TRITON_INTERPRET') != '1':  # Triton reads it when the kernels are defined, so start again
+    if os.environ.get('TRITON_INTERPRET') != '1':  # Triton reads this when it defines kernels, so restart with it set
         environment = dict(os.environ, TRITON_INTERPRET='1')
         sys.exit(subprocess.run([sys.executable, *sys.argv], env=environment).returncode)
     print(f'forward, {" x ".join(map(str, shape))}, float32')

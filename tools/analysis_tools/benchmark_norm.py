@@ -23,14 +23,14 @@ from mmdtn.benchmarks.timing import DEVICE, SHAPES, measure
 from mmdtn.engine.cpu import keep_freed_memory
 from mmdtn.ops import Settings
 
-# Batch size, channels, heads, height, width, pool size of the layers whose minimum times are computed.
+# Layers whose minimum times are computed, as (batch size, channels, heads, height, width, pool size).
 TABLE = [(128, 432, 9, 14, 14, 1), (128, 64, 4, 56, 56, 4), (2, 64, 4, 200, 336, 4), (2, 320, 5, 50, 84, 1)]
-# Small grids suffice to count bytes, because their ratio to the input hardly depends on the size.
+# The ratio of counted bytes to the input hardly depends on the size, so small grids are enough.
 COUNTED = [(1, 64, 4, 24, 24, 4), (1, 64, 1, 17, 32, 1), (2, 432, 9, 14, 14, 1)]
 
 
 def count() -> None:
-    if os.environ.get('TRITON_INTERPRET') != '1':  # Triton reads it when the kernels are defined, so start again
+    if os.environ.get('TRITON_INTERPRET') != '1':  # Triton reads this when it defines kernels, so restart with it set
         environment = dict(os.environ, TRITON_INTERPRET='1')
         sys.exit(subprocess.run([sys.executable, *sys.argv], env=environment).returncode)
     from mmdtn.benchmarks.traffic import Traffic, count_dtn, count_layernorm, count_residual

@@ -1,7 +1,8 @@
 """Writes corrupted copies of a folder of images.
 
-Like ImageNet-C, each folder DST/CORRUPTION/SEVERITY has the folders of SRC. The copies need up to 75 times the space of
-SRC. The tool prints the expected size before it writes anything. Running it again writes the missing images.
+The folders DST/CORRUPTION/SEVERITY repeat the folders of SRC, as in ImageNet-C. The copies need up to 75 times the
+space of SRC. The tool prints the expected size before it writes anything. Running the tool again writes the missing
+images.
 
 Example:
     python tools/dataset_converters/corrupt.py SRC DST
@@ -43,7 +44,7 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def read(source: Path) -> np.ndarray:
-    """Reads an image in RGB, also if it is a greyscale image."""
+    """Reads an image and converts it to RGB."""
     with Image.open(source) as image:
         return np.asarray(image.convert('RGB'))
 

@@ -18,7 +18,7 @@ HEAD = re.compile(r'(.*\.)?(head|bbox_head|mask_head)(\.\d+)?')
 class CheckClassesHook(Hook):
     """Hook that stops a run whose labels would have a wrong meaning.
 
-    A label that a head has no class for counts as background in some detectors, and crashes others. If the class
+    Some detectors treat a label that is not among a head's classes as background, and others crash. If the class
     folders of the training and validation data differ, the same label means different classes.
 
     MMDetection's ``NumClassCheckHook`` has to be added to each config, rejects heads with too many classes, and does
@@ -40,9 +40,9 @@ class CheckClassesHook(Hook):
 
 
 def classes_of(loader: Any) -> tuple[str, ...]:
-    """Returns the class names in the metainfo of a dataset, or none if there are none there.
+    """Returns the class names in the metainfo of a dataset, or an empty tuple.
 
-    Only the classes with boxes count in panoptic data.
+    For panoptic datasets, only the classes with boxes are returned.
     """
     metainfo = getattr(loader.dataset, 'metainfo', None) or {}
     return tuple(metainfo.get('thing_classes') or metainfo.get('classes') or ())

@@ -19,7 +19,7 @@ class CheckWeightsHook(Hook):
     """Hook that rejects a checkpoint that does not fit the model.
 
     A checkpoint does not fit if it lacks parameters, if shapes differ, or if it has DTN parameters that the model
-    lacks. mmengine only logs a warning in these cases, and the metrics then look like those of a bad model.
+    lacks. MMEngine only logs a warning in these cases, and the metrics then look like those of a bad model.
     """
 
     priority = 'VERY_HIGH'

@@ -19,7 +19,8 @@ class DTNMonitorHook(Hook):
 
     The visualizer receives the scalars ``dtn/LAYER/lambda_mean/HEAD``, ``dtn/LAYER/lambda_var/HEAD`` and
     ``dtn/LAYER/distance/HEAD``. The distance is the mean distance, in tokens, between a token and the tokens that P
-    mixes into its statistics, on the grid of the last batch. The hook costs no time in the iterations between two logs.
+    mixes into its statistics, on the grid of the last batch. The hook does not slow down the iterations between two
+    logs.
 
     Args:
         interval: Number of iterations between two logs.

@@ -14,8 +14,8 @@ from tqdm import tqdm
 class ProgressHook(Hook):
     """Hook that shows progress, remaining time, loss and learning rate in tqdm bars at the bottom of a terminal.
 
-    Files and pipes receive only the log lines of mmengine. (mmengine's ``LoggerHook`` writes a line at intervals, and
-    its ``ProgressBar`` shows no loss.)
+    Files and pipes receive only the log lines of mmengine. The ``LoggerHook`` of mmengine only writes a line at
+    intervals, and its ``ProgressBar`` does not show the loss.
     """
 
     priority = 'LOWEST'  # after the other hooks have set the values to show

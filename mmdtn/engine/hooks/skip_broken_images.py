@@ -13,15 +13,15 @@ from mmengine.runner import Runner
 from mmdtn.engine.data_checks import describe, has_local_file, is_local, listed, note
 from mmdtn.engine.faults import DataError, decoding_fault, image_fault
 
-IN_A_ROW = 100  # unusable images in a row that stop the run
+IN_A_ROW = 100  # number of consecutive unusable images that stops the run
 
 
 @HOOKS.register_module()
 class SkipBrokenImagesHook(Hook):
     """Hook that replaces missing and broken training images by others, and lists them at the end of the run.
 
-    The hook puts a check in front of the pipeline of every dataset, including wrapped datasets.
-    (``LoadImageFromFile(ignore_empty=True)`` skips files without a message, and accepts truncated JPEG files.)
+    The hook puts a check in front of the pipeline of every dataset, including wrapped datasets. In contrast,
+    ``LoadImageFromFile(ignore_empty=True)`` skips files without a message, and accepts truncated JPEG files.
 
     Args:
         strict: Whether to stop at the first broken image instead.
@@ -84,7 +84,7 @@ def _report_skipped(runner: Runner) -> None:
 
 
 def _innermost(dataset: Any) -> Iterator[BaseDataset]:
-    """Yields the datasets that read files, including wrapped ones. mmengine keeps a sliced dataset in ``_dataset``."""
+    """Yields the datasets that read files, including wrapped ones. MMEngine keeps a sliced dataset in ``_dataset``."""
     if isinstance(dataset, BaseDataset):
         yield dataset
     wrapped = [getattr(dataset, name, None) for name in ('_dataset', 'dataset')]

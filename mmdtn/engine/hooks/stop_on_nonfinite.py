@@ -25,14 +25,14 @@ class StopOnNonFiniteHook(Hook):
     """Hook that stops a run before a NaN or infinite loss changes the weights, and before such weights are saved.
 
     The error names the iteration, the images and the layer. To find the layer, the hook repeats the forward pass with
-    the same random numbers and checks the output of every layer. (mmdet's ``CheckInvalidLossHook`` checks the loss
-    after the optimizer step, when the weights are lost, and does not name the layer.)
+    the same random numbers and checks the output of every layer. In contrast, ``CheckInvalidLossHook`` of mmdet checks
+    the loss after the optimizer step, when the weights are lost, and does not name the layer.
 
-    The hook never leaves the GPU idle. Right after the forward pass, it queues a flag that tells whether the loss is
-    finite. It reads the flag before the optimizer step, when the backward pass is queued and keeps the GPU busy.
-    mmengine waits for the whole step at the end of each iteration anyway, to read the losses for its log.
+    The hook never leaves the GPU idle. Right after the forward pass, the hook queues a flag that tells whether the loss
+    is finite. The hook reads the flag before the optimizer step, when the backward pass is queued and keeps the GPU
+    busy. MMEngine waits for the whole step at the end of each iteration anyway, to read the losses for its log.
 
-    mmengine calls no hook between the backward pass and the optimizer step, so a step hook of torch's optimizer reads
+    MMEngine calls no hook between the backward pass and the optimizer step, so a step hook of torch's optimizer reads
     the flag.
     """
 
@@ -59,7 +59,7 @@ class StopOnNonFiniteHook(Hook):
             self.flag = _Flag(_unwrapped(model).parse_losses(losses)[0])
 
     def after_train_iter(self, *args: Any, **kwargs: Any) -> None:
-        self._check()  # gradient accumulation and gradient scalers may skip the step
+        self._check()  # no optimizer step may have run, as during gradient accumulation
 
     def _check(self, *args: Any) -> None:
         flag, self.flag = self.flag, None
@@ -132,7 +132,7 @@ def first_nonfinite_layer(runner: Runner, batch: Any) -> str:
             arrived = '' if _all_finite(inputs) else ', whose input was not finite either'
             found.append(f'{name} ({type(module).__name__}){arrived}')
 
-    # Modules finish before the modules that contain them, so the innermost one is found.
+    # Inner modules finish first, so the innermost module with a non-finite output is found.
     handles = [
         module.register_forward_hook(lambda m, i, o, name=name: look(name, m, i, o))
         for name, module in model.named_modules()

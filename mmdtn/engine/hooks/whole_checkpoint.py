@@ -54,7 +54,7 @@ class WholeCheckpointHook(CheckpointHook):
 
     @contextmanager
     def _naming_the_last(self) -> Iterator[None]:
-        """If a checkpoint does not fit on the disk, adds to the error which checkpoint the run can resume from."""
+        """Extends the error for a full disk with the checkpoint that the run can resume from."""
         try:
             yield
         except NoRoomError as error:
@@ -95,7 +95,7 @@ class _DeletesLater:
 def newest_whole_checkpoint(work_dir: str | Path, *folders: str | Path) -> Path | None:
     """Returns the newest checkpoint in a work directory, or in other folders, that a run can resume from.
 
-    mmengine uses the name in the file ``last_checkpoint``. This file, or the checkpoint that it names, may be
+    MMEngine uses the name in the file ``last_checkpoint``. This file, or the checkpoint that it names, may be
     incomplete. The checkpoint that it names is tried first, because modification times mean nothing in a copied folder.
     """
     files = [path for folder in (work_dir, *folders) for path in Path(folder).glob('*.pth')]
