@@ -15,7 +15,7 @@ def coco(tmp_path_factory):
 
 @pytest.fixture
 def annotations(coco, tmp_path):
-    """The content of an annotation file, and a function that writes it to a new one."""
+    """Returns the content of an annotation file, and a function that writes it to a new file."""
     content = json.loads((coco / 'annotations' / 'instances_train.json').read_text())
 
     def write():
@@ -83,7 +83,7 @@ def test_files_without_anything_to_use(annotations, tmp_path):
     with pytest.raises(DataError, match=r'changed\.json lacks categories'):
         coco_faults(write())
     del content['annotations']
-    assert coco_faults(write()) == []  # as COCO's files of test images
+    assert coco_faults(write()) == []  # like COCO's files for test images
     path = tmp_path / 'half.json'
     path.write_text('{"images": [{"id": 1, "file_na')
     with pytest.raises(DataError, match=r'half\.json is not JSON: .* line 1 column'):
@@ -91,7 +91,7 @@ def test_files_without_anything_to_use(annotations, tmp_path):
     path.write_text('[]')
     with pytest.raises(DataError, match=r'half\.json is a list'):
         coco_faults(str(path), ['ring'])
-    assert coco_faults(str(path)) == []  # as the captions of MMPretrain
+    assert coco_faults(str(path)) == []  # like the captions of MMPretrain
     path.write_text('{"metainfo": {}, "data_list": []}')
     assert coco_faults(str(path)) == []  # OpenMMLab's own format
 
@@ -135,7 +135,7 @@ def test_whole_and_broken_images(tmp_path, kind, mode):
     Image.fromarray(noise).convert(mode).save(path)
     content = path.read_bytes()
     assert image_fault(str(path)) is None
-    path.write_bytes(content + b'\0' * 500)  # some cameras write behind the end
+    path.write_bytes(content + b'\0' * 500)  # some cameras append bytes to the image
     assert image_fault(str(path)) is None
     for part in (0.5, 0.9):
         path.write_bytes(content[: int(len(content) * part)])

@@ -1,4 +1,4 @@
-"""Broken data and broken numbers: what a run does about them, through tools/train.py and tools/test.py."""
+"""Tests how tools/train.py and tools/test.py treat broken data and non-finite numbers."""
 
 import json
 import re
@@ -14,7 +14,7 @@ from tools.train import main as train
 
 
 def break_images(folder, names):
-    """A missing one, an empty one and half of one, in this order."""
+    """Removes one image, empties one and truncates one, in this order."""
     (folder / names[0]).unlink()
     (folder / names[1]).write_bytes(b'')
     half = (folder / names[2]).read_bytes()
@@ -92,7 +92,7 @@ def test_faults_of_annotations_are_named_and_left_out(tmp_path, detector):
         train([str(detector), '--strict', '--work-dir', str(tmp_path / 'strict')])
     assert f'{path} has 2 faults:' in stopped.value.code
     assert re.search(r'annotation 1 of image 1 \(000001\.jpg\) is 0 x \d+ pixels', stopped.value.code)
-    # mmengine tells runs in one process apart by config and second, and would write this log into the folder above
+    # mmengine distinguishes runs of a process by config and second, and would write this log into the folder above
     options = ['train_cfg.max_epochs=1', 'experiment_name=lenient']
     train([str(detector), '--work-dir', str(tmp_path / 'work'), '--cfg-options', *options])
     log = log_of(tmp_path / 'work')

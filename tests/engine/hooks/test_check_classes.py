@@ -1,4 +1,4 @@
-"""Through tools/train.py: what would be trained or measured under a wrong name."""
+"""tools/train.py refuses runs in which labels would have wrong names."""
 
 from types import SimpleNamespace
 
