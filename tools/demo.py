@@ -1,8 +1,8 @@
 """Trains a small Mask R-CNN with DTN on generated images on the CPU, and shows its predictions.
 
-The demo generates the data, trains in two processes, and computes COCO metrics on held-out images. It draws predictions
-next to the ground truth, reports what the DTN layers do, and writes a summary. The output of MMEngine and MMDetection
-goes to log.txt in the work directory.
+The demo generates the data, trains in two processes, and computes COCO metrics on held-out images. The demo draws
+predictions next to the ground truth, reports what the DTN layers do, and writes a summary. The output of MMEngine and
+MMDetection goes to log.txt in the work directory.
 
 Example:
     python tools/demo.py
@@ -77,7 +77,7 @@ def settings(data: Path, epochs: int | None) -> dict[str, object]:
 
 
 def train(changed: dict[str, object], work_dir: Path, log: TextIO, look: Callable[[Path], None]) -> Path:
-    """Trains as a user does on several GPUs, and returns the last checkpoint.
+    """Trains with tools/dist_train.sh, and returns the last checkpoint.
 
     ``look`` is called with the checkpoint of the first epoch.
     """

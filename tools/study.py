@@ -1,4 +1,4 @@
-"""Runs studies, which train the same model with one change at a time and several seeds.
+"""Runs studies, which train the same model with one setting changed and with several seeds.
 
 A STUDY is a file in configs/studies. The runs of a study use tools/train.py and tools/test.py, with one core each. A
 finished run has a record in --results and is not repeated. An interrupted run resumes from its last checkpoint. At the

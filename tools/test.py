@@ -16,7 +16,7 @@ from mmdtn.engine.launch import add_common_options, add_hook, build_runner, chec
 from mmdtn.errors import UserError, readable_errors
 from mmdtn.registry import class_of, package_of
 
-DUMPS = dict(mmdet='mmdet.DumpDetResults')  # encodes masks by run length, while mmengine's hook writes every pixel
+DUMPS = dict(mmdet='mmdet.DumpDetResults')  # run-length encodes masks, while mmengine's metric stores every pixel
 TTA_MODELS = dict(
     mmdet=dict(type='DetTTAModel', tta_cfg=dict(nms=dict(type='nms', iou_threshold=0.5), max_per_img=100)),
     mmpretrain=dict(type='mmpretrain.AverageClsScoreTTA'),
@@ -59,7 +59,7 @@ def configure(args: argparse.Namespace) -> Config:
 
 
 def package(cfg: Config) -> str:
-    """Returns the package of the model's class, or the default scope of the config if the class is from neither."""
+    """Returns the MM package of the model's class, or the default scope of the config for other classes."""
     return package_of(class_of(cfg.model, MODELS)) or cfg.get('default_scope', 'mmengine')
 
 

@@ -1,6 +1,6 @@
-"""Triton driver that stands in for a GPU. Triton compiles the kernels for it, but launches nothing.
+"""Triton driver that stands in for a GPU. Triton compiles kernels for this driver, but launches nothing.
 
-``dtn_triton.forward`` and ``backward`` run on CPU tensors. Everything else is as on a GPU, so the kernels, their
+``dtn_triton.forward`` and ``backward`` run on CPU tensors. Everything else works as on a GPU, so the kernels, their
 constants and their arguments are those of a real call.
 """
 
@@ -61,7 +61,7 @@ _numbers = itertools.count()
 
 
 class NoGPU(DriverBase):
-    """Driver with the functions that Triton calls."""
+    """Triton driver that compiles for a given architecture and records launches."""
 
     def __init__(self, arch: int | str) -> None:
         self.arch, self.utils, self.number = arch, self, next(_numbers)
@@ -147,7 +147,7 @@ class Binary:
 
     @cached_property
     def usage(self) -> dict[str, int]:
-        """Resource usage: ``REG`` registers of a thread, ``STACK`` bytes that spill, and others."""
+        """Resource usage, such as ``REG``, the registers of a thread, and ``STACK``, the bytes that spill."""
         return {
             name: int(number) for name, number in re.findall(r'([A-Z]+):(\d+)', self._run('cuobjdump', '-res-usage'))
         }

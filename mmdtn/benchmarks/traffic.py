@@ -1,7 +1,7 @@
 """Counts the memory traffic and the launches of DTN's GPU kernels, without a GPU.
 
-For each launch of a Triton kernel, the distinct bytes that it reads and writes are counted in Triton's interpreter. For
-operators of torch, inputs and outputs are counted. Views cost nothing.
+Triton's interpreter counts the distinct bytes that each launch of a Triton kernel reads and writes. For operators of
+torch, the bytes of inputs and outputs are counted. Views cost nothing.
 """
 
 import os
@@ -118,7 +118,7 @@ def _bytes(values: Any) -> int:
 def count_dtn(
     batch: int, height: int, width: int, channels: int, heads: int, pool_size: int, dtype: torch.dtype
 ) -> tuple[Traffic, Traffic, float]:
-    """Counts the forward pass, the backward pass, and the bytes saved in between, of a layer with learned lambdas."""
+    """Counts the traffic of a layer with learned lambdas in both passes, and the bytes that are saved in between."""
     if os.environ.get('TRITON_INTERPRET') != '1' or dtn_triton.triton is None:
         raise RuntimeError("Counting needs Triton's interpreter: install triton, and set TRITON_INTERPRET=1.")
     return _count_dtn(torch.randn(batch, height, width, channels).to(dtype), heads, Settings(pool_size), dtype)

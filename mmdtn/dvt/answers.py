@@ -22,7 +22,7 @@ from .classifier import DVT
 
 
 def load_cascade(cfg: Config, checkpoint: str) -> DVT:
-    """Builds the cascade of a config and loads a complete checkpoint, published or of this package."""
+    """Builds the cascade of a config, and loads all weights from a published checkpoint or from one of this package."""
     kind = class_of(cfg.model, MODELS)
     if not issubclass(kind, DVT):
         raise UserError(f'The model of the config is a {kind.__name__}, which has no exits. Use a config with a DVT.')

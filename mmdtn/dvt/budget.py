@@ -21,12 +21,12 @@ NOBODY, EVERYBODY = 1e8, -1e8  # thresholds above and below all probabilities
 
 
 def shares(exits: int, points: int = 59) -> Tensor:
-    """Returns ``points x exits`` shares of the images that should leave at each exit.
+    """Returns the share of images that should leave at each exit, as a ``points x exits`` tensor.
 
     Row i - 1 is proportional to p^k, with p = i / 20.
     """
     p = torch.arange(1, points + 1) / 20
-    powers = (p.log()[:, None] * torch.arange(1, exits + 1)).exp()  # bitwise equal to the published shares
+    powers = (p.log()[:, None] * torch.arange(1, exits + 1)).exp()  # bitwise the same as in the published code
     return powers / powers.sum(1, keepdim=True)
 
 
@@ -41,7 +41,7 @@ def find_thresholds(conf: Tensor, shares: Tensor) -> Tensor:
         shares: P rows with the share of the images for each exit, ``P x K``.
     """
     exits, images = conf.shape
-    wanted = (images * shares.float()).floor().long()  # float32 as for the published thresholds
+    wanted = (images * shares.float()).floor().long()  # the published thresholds were computed in float32
     left = torch.ones(len(shares), images, dtype=torch.bool)
     thresholds = torch.full((len(shares), exits), EVERYBODY, dtype=conf.dtype)
     for k in range(exits - 1):

@@ -1,4 +1,4 @@
-"""Exits, which are the complete classifiers of a cascade."""
+"""Exits of a cascade, each of which is a complete classifier."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -28,7 +28,7 @@ ARCHS = {
 
 
 class Family(NamedTuple):
-    """Settings that architectures of all sizes of one family share."""
+    """Settings that architectures of one family share, whatever their size."""
 
     stem: Any
     eps: float
@@ -172,7 +172,7 @@ class Exit(nn.Module):
         relations = self.relations
         if relations is None:
             return lambda layer: None
-        assert upstream is not None and upstream.relations is not None  # the caller asked the previous exit for them
+        assert upstream is not None and upstream.relations is not None  # requested from the previous exit
         hidden, source = relations.hidden(upstream.relations), upstream.grid
         return lambda layer: light_checkpoint(lambda h: relations.added(h, layer, source, grid), hidden)
 

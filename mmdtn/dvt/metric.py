@@ -1,4 +1,4 @@
-"""Metric with the accuracy of each exit of a cascade."""
+"""Metric that computes the accuracy of each exit of a cascade."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -14,7 +14,7 @@ class ExitAccuracy(BaseMetric):
     """Computes the accuracy of each exit of a :class:`DVT` in percent.
 
     Without thresholds, ``exit1/top1`` and so on are the accuracies of the exits. ``accuracy/top1``, ``accuracy/top5``
-    and ``accuracy/loss`` are those of the last exit, as in MMPretrain.
+    and ``accuracy/loss`` belong to the last exit.
 
     With thresholds, images leave early, and ``accuracy/top1`` is the accuracy of the predictions. ``exit1/share`` and
     so on are the shares of the images that leave at each exit, and ``gflops`` is their mean cost.

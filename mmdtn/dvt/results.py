@@ -61,7 +61,7 @@ class BudgetCurve:
         )
 
     def by_chance(self) -> list[float]:
-        """Returns the accuracy of each row if the same numbers of images, drawn at random, left at each exit.
+        """Returns the accuracy of each row if the images that leave at each exit were drawn at random.
 
         The list is empty if the curve has no ``left``.
         """

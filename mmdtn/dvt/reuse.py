@@ -49,7 +49,7 @@ def resample_relations(x: Tensor, source: Grid, target: Grid) -> Tensor:
 
 
 class FeatureReuse(nn.Module):
-    """Computes the features ``B x (N + 1) x 48`` that a block concatenates to its tokens.
+    """Computes the features ``B x (N + 1) x 48`` that a block concatenates with its tokens.
 
     The formula is ``E = [0 ; resample(g(Z))]``. The features of the class token are zero.
     """
@@ -65,7 +65,7 @@ class FeatureReuse(nn.Module):
 
 
 class RelationReuse(nn.Module):
-    """Computes the logits that an exit adds to its attention logits, from those of all blocks of the previous exit.
+    """Computes logits that an exit adds to its attention, from the logits of all blocks of the previous exit.
 
     The logits pass through two 1 x 1 convolutions over blocks and heads.
     """
@@ -78,11 +78,11 @@ class RelationReuse(nn.Module):
         self.conv2 = nn.Conv2d(3 * channels, channels, 1)
 
     def hidden(self, relations: Tensor) -> Tensor:
-        """Computes the first convolution for all blocks: ``B x L H x M x M`` to ``B x 3 L H x M x M``."""
+        """Applies the first convolution to the logits of all blocks, which returns ``B x 3 L H x M x M``."""
         return F.gelu(self.conv1(relations))
 
     def added(self, hidden: Tensor, layer: int, source: Grid, target: Grid) -> Tensor:
-        """Returns the logits to add in one block, ``B x H x (N + 1) x (N + 1)``.
+        """Returns the logits that are added in one block, ``B x H x (N + 1) x (N + 1)``.
 
         Computing one block at a time saves memory, because logits on the finer grid are large.
         """

@@ -50,7 +50,7 @@ def run_on_cpu(cfg: Config) -> None:
     """Changes a config so that its processes communicate through gloo, and initialises the process group.
 
     MMEngine sets a CUDA device whenever it initialises a process group, but uses an existing process group as it is.
-    MMEngine also passes a device number to DDP, which accepts none for a model on the CPU.
+    MMEngine also passes a device number to DDP, which must not have one for a model on the CPU.
     """
     env_cfg = cfg.get('env_cfg') or {}
     dist_cfg = dict(env_cfg.get('dist_cfg') or {}, backend='gloo')

@@ -161,7 +161,7 @@ def note(log_dir: str, line: str) -> None:
 
 
 def is_local(dataset: BaseDataset) -> bool:
-    """Whether the images are local files, as far as the dataset and its pipeline tell."""
+    """Whether the images are local files, according to the dataset and its pipeline."""
     return not any(getattr(part, 'backend_args', None) for part in (dataset, *dataset.pipeline.transforms))
 
 

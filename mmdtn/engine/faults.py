@@ -78,8 +78,8 @@ def coco_faults(path: str, classes: Sequence[str] = ()) -> list[str]:
 def without_unreadable(path: str) -> dict[str, Any] | None:
     """Returns the content of a COCO file without the annotations that MMDetection cannot read.
 
-    MMDetection fails at a box that is not four numbers, and at a repeated annotation id. It skips other faulty
-    annotations itself. Returns None if it can read all annotations.
+    MMDetection fails at a box that is not four numbers, and at a repeated annotation id. MMDetection skips other faulty
+    annotations itself. The result is None if all annotations can be read.
     """
     content = json.loads(Path(path).read_bytes())
     readable = {a['id']: a for a in reversed(content['annotations']) if _is_box(a.get('bbox'))}

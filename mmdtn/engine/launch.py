@@ -107,8 +107,9 @@ def add_hook(cfg: Config, **hook: Any) -> bool:
 
 
 def check_exists(checkpoint: str) -> None:
-    """Raises an error if a local checkpoint does not exist. MMEngine would raise it only after building everything
-    else.
+    """Raises an error if a local checkpoint does not exist.
+
+    MMEngine would only notice this after building everything else.
     """
     if '://' not in checkpoint:
         os.stat(checkpoint)
@@ -149,7 +150,7 @@ def checkpoint_settings(cfg: Config) -> dict[str, Any]:
 def _unchecked_checkpoint(work_dir: str) -> str | None:
     """Returns the last checkpoint that mmengine saved, if it is a remote file or a folder of DeepSpeed.
 
-    Such a checkpoint cannot be opened to check that it is complete.
+    Checkpoints of these kinds cannot be checked for completeness.
     """
     note = Path(work_dir, 'last_checkpoint')
     named = note.read_text().strip() if note.exists() else ''

@@ -117,7 +117,7 @@ class _Batches:
 def _with_numbers(loader: Any, endless: bool = False) -> Any:
     """Returns loader settings in which samples are numbered.
 
-    A loader that is built already, or loads no batches, is returned as it is.
+    Loaders that are already built, or that load no batches, are returned unchanged.
     """
     if not isinstance(loader, dict) or loader.get('batch_size') is None:
         return loader

@@ -89,7 +89,7 @@ class NumberedBatch:
 
 
 def seed_everything(seed: int, stream: int, number: int) -> None:
-    """Seeds Python, NumPy and torch with one number derived from three."""
+    """Seeds Python, NumPy and torch with a number that is derived from the arguments."""
     value = int(np.random.SeedSequence((seed, stream, number)).generate_state(1)[0])
     random.seed(value)
     np.random.seed(value)

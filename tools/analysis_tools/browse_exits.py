@@ -1,4 +1,4 @@
-"""Shows images that each exit of a cascade is the first to classify correctly.
+"""Shows validation images by the first exit of a cascade that classifies them correctly.
 
 The figure has a row for each exit. A row shows validation images that this exit classifies correctly and all earlier
 exits do not, with the most confident images of each class. The first row has easy images, and the last row has images

@@ -33,7 +33,8 @@ def config_name(source: Path) -> str:
 def summary(groups: dict[str, list[Curves]], metrics: list[str]) -> list[list[str]]:
     """Returns a table row for each config and metric.
 
-    Each row contains the number of runs, the last step of all runs, and the values at this step and at the best step.
+    Each row contains the number of runs, the last step that all runs have reached, and the values at this step and at
+    the best step.
     """
     rows = []
     for name, runs in groups.items():

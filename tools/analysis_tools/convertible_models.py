@@ -1,9 +1,9 @@
 """Prints how `mmdtn.convert_norms` converts models of timm, MMDetection and MMPretrain.
 
 The weights are random. A difference is the largest difference of an output, relative to the largest output, with both
-lambdas at 1. It is measured at the example's size, and at a size that the conversion has not seen. The change is the
-relative change of all outputs with both lambdas at 0.999. Without arguments, all models listed in docs/convert.md are
-converted, which takes minutes.
+lambdas at 1. Differences are measured at the example's size, and at a size that the conversion has not seen. The change
+is the relative change of all outputs with both lambdas at 0.999. Without arguments, all models listed in
+docs/convert.md are converted, which takes minutes.
 
 Example:
     python tools/analysis_tools/convertible_models.py
@@ -108,7 +108,7 @@ def grids(report: ConversionReport) -> str:
 
 
 def reasons(report: ConversionReport) -> str:
-    """Counts the norms that are not converted, for each reason."""
+    """Counts the norms that are not converted, grouped by reason."""
     short = {
         'in no residual block': 'no block',
         'windows, or another grouping': 'windows in the batch',

@@ -2,8 +2,7 @@
 
 Each combination of a corruption and a severity is called a cell. The file cells.json in --out is written after each
 cell, and running the tool again measures the missing cells. At the end the tool writes robustness.csv, summary.json and
-robustness.png, and examples.png with images that it corrupted itself. Use --stored DIR to test on the images of
-ImageNet-C.
+robustness.png, and examples.png with some corrupted images. Use --stored DIR to test on the images of ImageNet-C.
 
 Example:
     python tools/analysis_tools/test_robustness.py CONFIG CHECKPOINT --out DIR

@@ -1,7 +1,7 @@
 """Generates the dataset of the demo and the tests.
 
-The dataset has COCO's format, for detection and instance segmentation. With --classification, the dataset has a folder
-for each class, for MMPretrain.
+The dataset has COCO's format, for detection and instance segmentation. With --classification, the images are in class
+folders, as MMPretrain reads them.
 
 Example:
     python tools/dataset_converters/make_shapes.py DIRECTORY

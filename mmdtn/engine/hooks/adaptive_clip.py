@@ -23,7 +23,7 @@ class AdaptiveClipHook(Hook):
 
     def __init__(self, clip_factor: float = 0.01) -> None:
         if not clip_factor > 0:
-            raise ValueError(f'clip_factor={clip_factor!r} is no positive ratio of norms: give one such as 0.01.')
+            raise ValueError(f'clip_factor={clip_factor!r}: give a positive ratio of the norms, such as 0.01.')
         self.clip_factor = clip_factor
 
     def before_train(self, runner: Runner) -> None:

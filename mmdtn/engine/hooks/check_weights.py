@@ -41,7 +41,7 @@ class CheckWeightsHook(Hook):
     def misfits(self, model: nn.Module, state: dict) -> list[str]:
         """Loads the state dict, and returns a description of each mismatch.
 
-        Loading it lets the modules translate the names of older checkpoints.
+        Loading the state dict lets modules translate the names of older checkpoints.
         """
         try:
             missing, unexpected = model.load_state_dict(state, strict=False)

@@ -15,8 +15,8 @@ NOTE = 'last_validation'  # file in the work directory with the iteration of the
 class MissedValidationHook(Hook):
     """Hook that validates at the start of a resumed run if the validation of its checkpoint was not finished.
 
-    MMEngine saves a checkpoint before the validation, but resumes after the validation. The log would lack a point,
-    ``save_best`` would lack a candidate, and a run killed in its last validation would have no result.
+    MMEngine saves a checkpoint before the validation, but resumes after the validation. The log would therefore lack a
+    point, ``save_best`` would lack a candidate, and a run killed in its last validation would have no result.
 
     The validation runs in ``before_train``, because mmengine's loops then start the next epoch or end without calling
     another hook.

@@ -103,7 +103,7 @@ class _Flag:
         stream = torch.cuda.Stream(loss.device)  # torch reuses streams from a pool
         stream.wait_stream(torch.cuda.current_stream(loss.device))
         with torch.cuda.stream(stream):
-            self.on_gpu = self._agree()  # the reference keeps the memory until it is copied
+            self.on_gpu = self._agree()  # this reference keeps the memory alive until the copy is done
             self.finite = self.on_gpu.to('cpu', non_blocking=True)
             self.event = stream.record_event()
 

@@ -96,7 +96,7 @@ def newest_whole_checkpoint(work_dir: str | Path, *folders: str | Path) -> Path 
     """Returns the newest checkpoint in a work directory, or in other folders, that a run can resume from.
 
     MMEngine uses the name in the file ``last_checkpoint``. This file, or the checkpoint that it names, may be
-    incomplete. The checkpoint that it names is tried first, because modification times mean nothing in a copied folder.
+    incomplete. The named checkpoint is tried first, because modification times mean nothing in a copied folder.
     """
     files = [path for folder in (work_dir, *folders) for path in Path(folder).glob('*.pth')]
     files.sort(key=lambda path: path.stat().st_mtime_ns, reverse=True)
