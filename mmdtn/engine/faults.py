@@ -19,8 +19,9 @@ class DataError(UserError):
 
 
 def coco_faults(path: str, classes: Sequence[str] = ()) -> list[str]:
-    """Returns a description of each fault in a COCO annotation file, and raises ``DataError`` if nothing in it can be
-    used.
+    """Returns a description of each fault in a COCO annotation file.
+
+    ``DataError`` is raised if nothing in the file can be used.
 
     JSON files in other formats have no faults. COCO files of captions, of panoptic segments, or of test images without
     annotations have no faults either.

@@ -62,7 +62,7 @@ def convert(config: str, checkpoint: str, out: Path) -> tuple[nn.Module, nn.Modu
 def show(outcomes: Sequence[FusedNorm]) -> None:
     width = max(len(o.name) for o in outcomes)
     for o in outcomes:
-        print(f'{o.name:{width}}  {o.kind:12} {f"-> {o.into}" if o.into else f"remains: {o.why}"}')
+        print(f'{o.name:{width}}  {o.kind:12} {f"-> {o.into}" if o.into else f"not fused: {o.why}"}')
     print(f'{sum(bool(o.into) for o in outcomes)} of {len(outcomes)} norms fused')
 
 

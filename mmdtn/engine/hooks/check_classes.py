@@ -33,7 +33,7 @@ class CheckClassesHook(Hook):
             if one != two:
                 raise UserError(f'label {label} is {one!r} in the training data, but {two!r} in the validation data.')
         if train and len(other) > len(train):
-            raise UserError(f'the validation data has {len(other)} classes, the training data only {len(train)}.')
+            raise UserError(f'the validation data has {len(other)} classes, but the training data only {len(train)}.')
 
     def before_test(self, runner: Runner) -> None:
         check_heads(runner, classes_of(runner.test_dataloader), 'test')
