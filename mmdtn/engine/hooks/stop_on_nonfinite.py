@@ -73,7 +73,8 @@ class StopOnNonFiniteHook(Hook):
         images = ', '.join(_image_names(self.batch)) or 'images without names'
         raise NonFiniteError(
             f'the loss is {flag.loss.item()} in iteration {self.runner.iter + 1} with {images}. '
-            f'The first value that is not finite is in {where}. The weights are those before this step, and the last checkpoint is intact.'
+            f'The first value that is not finite is in {where}. The weights are those before this '
+            'step, and the last checkpoint is intact.'
         )
 
     def before_save_checkpoint(self, runner: Runner, checkpoint: dict) -> None:
