@@ -131,7 +131,7 @@ def draw(runner: Runner, folder: Path, pictures: int, score: float) -> None:
 
 
 def analyze(checkpoint: Path, data: Path, folder: Path, log: TextIO) -> Path:
-    """Runs tools/analysis_tools/analyze_dtn.py like a user, and returns the HTML report."""
+    """Runs tools/analysis_tools/analyze_dtn.py on the trained model, and returns the HTML report."""
     images = data / 'annotations' / 'instances_val.json'
     command = [sys.executable, TOOLS / 'analysis_tools' / 'analyze_dtn.py', CONFIG, checkpoint]
     options = ['--images', images, '--number', str(ANALYZED), '--out', folder]

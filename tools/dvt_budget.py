@@ -69,7 +69,7 @@ def curve_of(found: Answers, gflops: list[float], thresholds: torch.Tensor) -> B
 
 
 def measure(args: argparse.Namespace, cfg: Config, model: DVT, file: dict[str, Any]) -> tuple[dict, DataLoader]:
-    """Computes a budget curve on the validation set for each kind of thresholds."""
+    """Measures accuracy and cost on the validation set, for the thresholds of each search."""
     loader = build_loader(cfg, 'val_dataloader')
     gflops = cost(model, file, loader)
     if args.mode == 1:

@@ -87,7 +87,7 @@ def _kernel(gpu: Gpu, layer: Layer, launch: Launch) -> Kernel:
     code = Binary(launch.binary)
     runs = _counts(code.sass, _trip_counts(layer, launch))
     programs = launch.grid[0] * launch.grid[1] * launch.grid[2]
-    seconds = launch.warps / gpu.multiprocessors / gpu.clock * 1e6  # microseconds of a cycle of all warps of a program
+    seconds = launch.warps / gpu.multiprocessors / gpu.clock * 1e6  # microseconds of one cycle of all warps
     resident = min(
         REGISTERS // (code.usage['REG'] * launch.warps * 32),
         gpu.shared_memory // (launch.shared + 1024),

@@ -104,7 +104,7 @@ class NoGPU(DriverBase):
         return launch
 
     def load_binary(self, name: str, binary: bytes, shared: int, device: int) -> tuple:
-        # module, function, registers, spills, and since Triton 3.4 the maximum number of threads
+        # Triton expects module, function, registers, spills and, since version 3.4, the maximum number of threads.
         since_3_4 = tuple(map(int, triton.__version__.split('.')[:2])) >= (3, 4)
         return (object(), binary, 0, 0, 1024) if since_3_4 else (object(), binary, 0, 0)
 

@@ -33,8 +33,8 @@ def shares(exits: int, points: int = 59) -> Tensor:
 def find_thresholds(conf: Tensor, shares: Tensor) -> Tensor:
     """Finds ``P x K`` thresholds with which the given shares of the images leave at each exit.
 
-    The images with the highest confidence leave first. Images with equal confidence leave together. If fewer images
-    remain than an exit should take, no image leaves there.
+    The images with the highest confidence leave first. Images with equal confidence leave together. An exit takes no
+    image if fewer images remain than its share.
 
     Args:
         conf: The largest probabilities, ``K x N``.

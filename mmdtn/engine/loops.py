@@ -115,7 +115,7 @@ class _Batches:
 
 
 def _with_numbers(loader: Any, endless: bool = False) -> Any:
-    """Returns loader settings in which samples are numbered.
+    """Changes the settings of a loader so that its samples are numbered.
 
     Loaders that are already built, or that load no batches, are returned unchanged.
     """

@@ -54,7 +54,7 @@ class WholeCheckpointHook(CheckpointHook):
 
     @contextmanager
     def _naming_the_last(self) -> Iterator[None]:
-        """Extends the error for a full disk with the checkpoint that the run can resume from."""
+        """If the disk is full, adds to the error which checkpoint the run can resume from."""
         try:
             yield
         except NoRoomError as error:
@@ -95,7 +95,7 @@ class _DeletesLater:
 def newest_whole_checkpoint(work_dir: str | Path, *folders: str | Path) -> Path | None:
     """Returns the newest checkpoint in a work directory, or in other folders, that a run can resume from.
 
-    MMEngine uses the name in the file ``last_checkpoint``. This file, or the checkpoint that it names, may be
+    MMEngine resumes from the checkpoint named in the file ``last_checkpoint``. This file, or the checkpoint, may be
     incomplete. The named checkpoint is tried first, because modification times mean nothing in a copied folder.
     """
     files = [path for folder in (work_dir, *folders) for path in Path(folder).glob('*.pth')]
