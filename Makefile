@@ -1,8 +1,8 @@
-# make demo       the environment, then data, training and pictures of a small Mask R-CNN on the CPU: minutes
-# make test       the environment, lint, types and the tests that CI runs: at most 15 minutes on two cores
-# make test-fast  the part to run every few minutes: little more than a minute
-# make test-all   all tests: every config, and every command of README and docs, too; more than an hour
-# An existing environment: make test PYTHON=/path/to/python
+# make demo       trains a small Mask R-CNN on generated images on the CPU, in a few minutes
+# make test       runs lint, type checks and the tests that CI runs, in at most 15 minutes on two cores
+# make test-fast  runs the fast tests, in little more than a minute
+# make test-all   runs all tests, including every config and every documented command, in more than an hour
+# Each of them first creates an environment in .venv. To use an existing one: make test PYTHON=/path/to/python
 
 VENV := .venv
 ifdef PYTHON

@@ -1,4 +1,4 @@
-"""Links configs and tools into the package; everything else that setuptools wants to know is in pyproject.toml."""
+"""Links configs and tools into the package. All metadata is in pyproject.toml."""
 
 import shutil
 from pathlib import Path
@@ -7,7 +7,7 @@ from setuptools import setup
 
 here = Path(__file__).parent
 
-# What `mim` and `_base_ = 'mmdtn::...'` look for inside an installed package; an editable one keeps the links.
+# `mim` and `_base_ = 'mmdtn::...'` look for these files in the installed package. An editable install keeps the links.
 mim = here / 'mmdtn' / '.mim'
 mim.mkdir(exist_ok=True)
 for name in ('configs', 'tools', 'model-index.yml'):
@@ -15,7 +15,7 @@ for name in ('configs', 'tools', 'model-index.yml'):
     if not inside.exists():
         try:
             inside.symlink_to(Path('..', '..', name))
-        except OSError:  # Windows, for most users
+        except OSError:  # most Windows users cannot create links
             (shutil.copytree if (here / name).is_dir() else shutil.copy)(here / name, inside)
 
 setup()

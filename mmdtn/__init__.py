@@ -1,4 +1,4 @@
-"""Dynamic Token Normalization for MMPretrain and MMDetection. Importing it registers the classes that configs name."""
+"""Dynamic Token Normalization for MMPretrain and MMDetection. Importing the package registers its classes."""
 
 import warnings
 from typing import Any
@@ -12,14 +12,15 @@ try:
     from . import backbones, dvt, engine, evaluation, norms
     from .surgery.conversion import convert_norms
 
-    # mmengine finds _base_ = 'package::config' in OpenMMLab's own packages alone, which it lists by name.
+    # MMEngine resolves _base_ = 'package::config' only for the packages in this table, which lists those of OpenMMLab.
     MODULE2PACKAGE.setdefault('mmdtn', 'mmdtn')
 except ModuleNotFoundError as error:
-    # Not raised at once: `python -m mmdtn.doctor`, which says what to install, imports this file first.
-    # Two packages have cv2, of which only one may be installed; so neither mmengine nor this package declares one.
+    # The error is not raised here, because `python -m mmdtn.doctor`, which tells what to install, imports this file
+    # first. Two packages provide cv2 and must not be installed together, so neither mmengine nor mmdtn depends on one
+    # of them.
     name = (error.name or '').partition('.')[0]
     hint = 'pip install opencv-python-headless (or opencv-python, not both)' if name == 'cv2' else ''
-    _missing = f'mmdtn needs {name}: {hint or "`python -m mmdtn.doctor` says how to install it"}'
+    _missing = f'mmdtn needs {name}: {hint or "run `python -m mmdtn.doctor` to see how to install it"}'
     warnings.warn(f'{_missing}. Nothing is registered.', stacklevel=2)
 
     def __getattr__(name: str) -> Any:

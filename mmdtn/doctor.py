@@ -1,7 +1,10 @@
-"""What this environment has, what is wrong with it, and how to mend it: python -m mmdtn.doctor [--report FILE]
+"""Checks the environment, and tells how to fix what is wrong.
 
-It also builds DTN's C++, which takes 10 to 20 seconds the first time. On a GPU it checks the Triton kernels in all
-dtypes and measures them, which takes a few minutes.
+The doctor also builds DTN's C++ code, which takes 10 to 20 seconds the first time. On a GPU, the doctor checks the
+Triton kernels with all dtypes and measures them, which takes a few minutes.
+
+Example:
+    python -m mmdtn.doctor --report FILE
 """
 
 import argparse
@@ -22,9 +25,10 @@ from typing import NamedTuple
 from mmdtn.errors import first_line
 
 OPENMMLAB = dict(mmengine='onedl-mmengine', mmcv='onedl-mmcv', mmdet='onedl-mmdetection', mmpretrain='onedl-mmpretrain')
-# Import name and oldest version that will do. onedl's packages count on from OpenMMLab's: one bound holds for both.
+# Import names and oldest supported versions. onedl's packages continue the version numbers of OpenMMLab's packages, so
+# the same bounds hold for both.
 NEEDED = dict(
-    torch='2.7',  # whose Triton is the first to take the kernels' named tuples
+    torch='2.7',  # the first whose Triton supports the named tuples that the kernels take
     torchvision='0.22',
     mmengine='0.10',
     mmcv='2.0',
@@ -36,7 +40,7 @@ NEEDED = dict(
 
 
 class Finding(NamedTuple):
-    """A line of the report; ``mend`` says what to do about what is wrong."""
+    """One check of the report. ``mend`` tells how to fix a problem, and is empty if there is none."""
 
     what: str
     found: str
@@ -45,7 +49,10 @@ class Finding(NamedTuple):
 
 @functools.cache
 def _distributions() -> Mapping[str, list[str]]:
-    """What is installed, by import name: a tenth of a second for each look."""
+    """Returns the installed distributions by import name.
+
+    The result is cached, because each lookup takes a tenth of a second.
+    """
     return metadata.packages_distributions()
 
 
@@ -70,7 +77,7 @@ def _package(name: str, oldest: str) -> Finding:
     install = f'pip install --no-build-isolation {OPENMMLAB[name]}' if name in OPENMMLAB else f'pip install {name}'
     module, error = _import(name)
     if module is None:
-        return Finding(name, error, install if _is_absent(name) else f'install it again: {install} --force-reinstall')
+        return Finding(name, error, install if _is_absent(name) else f'reinstall it: {install} --force-reinstall')
     distribution, version = _version(name, module)
     if _numbers(version) < _numbers(oldest):
         return Finding(name, f'{version} ({distribution})', f'it should be {oldest} or newer: {install} --upgrade')
@@ -80,7 +87,7 @@ def _package(name: str, oldest: str) -> Finding:
 def _import(name: str) -> tuple[ModuleType | None, str]:
     try:
         return importlib.import_module(name), ''
-    except Exception as error:  # a broken build raises anything
+    except Exception as error:  # broken builds raise various exceptions
         return None, f'cannot be imported: {first_line(error)}'
 
 
@@ -89,7 +96,7 @@ def _is_absent(name: str) -> bool:
 
 
 def _version(name: str, module: ModuleType) -> tuple[str, str]:
-    """Under the name it was installed by, which is not always the one it is imported by."""
+    """Returns the name of the distribution, which may differ from the import name, and its version."""
     candidates = _distributions().get(name, [])
     for distribution in sorted(set(candidates), key=lambda d: not d.startswith('onedl')):
         return distribution, metadata.version(distribution)
@@ -97,16 +104,16 @@ def _version(name: str, module: ModuleType) -> tuple[str, str]:
 
 
 def _numbers(version: str) -> tuple[int, ...]:
-    """``2.12.1+cu130`` to ``(2, 12, 1)``."""
+    """Converts ``'2.12.1+cu130'`` to ``(2, 12, 1)``."""
     return tuple(int(part) for part in version.partition('+')[0].split('.')[:3] if part.isdigit())
 
 
 def _opencv() -> Finding:
-    """mmengine imports cv2 and declares no package that has it; mmcv and others bring one or several along."""
+    """Checks OpenCV. MMEngine imports cv2 without requiring it, and other packages install one or several versions."""
     wheels = sorted(set(_distributions().get('cv2', [])))
     headless = 'pip install opencv-python-headless'
     module, error = _import('cv2')
-    if module is None and wheels:  # without a display most often: libGL.so.1 is missing
+    if module is None and wheels:  # on machines without a display, libGL.so.1 is usually missing
         return Finding('opencv', error, f'pip uninstall {" ".join(wheels)}, then {headless}, which needs no display')
     if module is None:
         return Finding('opencv', error, f'{headless}, or opencv-python to open windows, but not both')
@@ -114,10 +121,8 @@ def _opencv() -> Finding:
 
 
 def _torch_and_mmcv() -> Finding:
-    """mmcv's ops are compiled for one torch and one CUDA, and fail with others when they are imported or called."""
-    again = (
-        'install mmcv again, for this torch: pip install --no-build-isolation --force-reinstall --no-deps onedl-mmcv'
-    )
+    """Checks that mmcv's ops run. The ops are compiled for one version of torch and CUDA, and fail with others."""
+    again = 'reinstall mmcv for this torch: pip install --no-build-isolation --force-reinstall --no-deps onedl-mmcv'
     torch, _ = _import('torch')
     ops, error = _import('mmcv.ops')
     if torch is None or ops is None:
@@ -129,7 +134,7 @@ def _torch_and_mmcv() -> Finding:
     boxes = torch.tensor([[0.0, 0, 4, 4], [0, 0, 4, 5], [9, 9, 12, 12]], device=device)
     try:
         _, kept = ops.nms(boxes, torch.tensor([0.5, 0.9, 0.7], device=device), 0.5)
-    except Exception as error:  # what a wrong binary raises
+    except Exception as error:  # wrong binaries raise various exceptions
         return Finding('torch + mmcv', f'mmcv.ops.nms fails: {first_line(error)}', again)
     right = kept.tolist() == [1, 2]
     return Finding('torch + mmcv', f'mmcv.ops.nms on {device} gives {kept.tolist()}', '' if right else again)
@@ -139,7 +144,7 @@ def _mmcv_ops() -> Finding:
     module, error = _import('mmcv.ops')
     if module is None:
         again = 'MMCV_WITH_OPS=1 pip install --no-build-isolation --force-reinstall onedl-mmcv'
-        return Finding('mmcv ops', error, f'install mmcv with its ops, which a compiler makes: {again}')
+        return Finding('mmcv ops', error, f'compile mmcv with its ops: {again}')
     from mmcv.ops import get_compiler_version, get_compiling_cuda_version
 
     return Finding('mmcv ops', f'{get_compiler_version()}, CUDA {get_compiling_cuda_version()}')
@@ -154,11 +159,11 @@ def _device() -> Finding:
         mend = ''
         ops, _ = _import('mmcv.ops')
         if ops is not None and ops.get_compiling_cuda_version() == 'not available':
-            mend = 'mmcv was compiled without CUDA: install it again on this machine, with FORCE_CUDA=1'
+            mend = 'mmcv was compiled without CUDA: reinstall it on this machine with FORCE_CUDA=1'
         return Finding('device', f'{", ".join(names)}, CUDA {torch.version.cuda}', mend)
     if shutil.which('nvidia-smi'):
         return Finding(
-            'device', 'CPU, though there is an NVIDIA driver', 'install a torch built for the CUDA of the driver'
+            'device', 'CPU, although there is an NVIDIA driver', "install a torch that is built for the driver's CUDA"
         )
     return Finding(
         'device', f'CPU, {torch.get_num_threads()} threads; mixed precision in bfloat16, processes over gloo'
@@ -166,19 +171,22 @@ def _device() -> Finding:
 
 
 def _kernels_for_cpus() -> Finding:
-    """Builds DTN's C++ where it is missing. Without it DTN runs in plain torch: no fault where a GPU is used."""
+    """Builds DTN's C++ code if it is missing.
+
+    Without this code DTN runs in plain torch on CPUs, which does not matter on machines with a GPU.
+    """
     torch, _ = _import('torch')
     dtn_cpu, error = _import('mmdtn.ops.dtn_cpu')
     if torch is None or dtn_cpu is None:
-        return Finding('DTN in C++', error, 'mend torch and mmengine first')
+        return Finding('DTN in C++', error, 'fix torch and mmengine first')
     try:
         library = dtn_cpu.build()
         ctypes.CDLL(str(library))
-    except Exception as error:  # compiler, ninja, setuptools and file system have no error in common
+    except Exception as error:  # compiler, ninja, setuptools and file system raise different errors
         found = f'none, DTN runs in plain torch on CPUs: {first_line(error)}'
         if torch.cuda.is_available() or platform.system() == 'Windows':
             return Finding('DTN in C++', found)
-        see = 'python -c "from mmdtn.ops import dtn_cpu; dtn_cpu.build()" shows all that the compiler says'
+        see = 'python -c "from mmdtn.ops import dtn_cpu; dtn_cpu.build()" shows the output of the compiler'
         return Finding('DTN in C++', found, f'install a C++ compiler (Debian: apt-get install g++) and ninja; {see}')
     return Finding('DTN in C++', str(library))
 
@@ -194,10 +202,10 @@ def _kernels_for_gpus() -> Finding:
         return Finding('DTN in Triton', f'none, DTN runs in plain torch on GPUs: triton {error}', mend)
     triton_check, error = _import('mmdtn.ops.triton_check')
     if triton_check is None:
-        return Finding('DTN in Triton', error, 'mend mmengine first')
+        return Finding('DTN in Triton', error, 'fix mmengine first')
     for i in range(torch.cuda.device_count()):
         if wrong := triton_check.check(torch.device('cuda', i), triton_check.LONG):
-            report = 'results are right, but slower. Please report this line, with the GPU and the versions above'
+            report = 'results are correct but slower. Please report this line with the GPU and the versions above'
             return Finding(
                 'DTN in Triton', f'{version} fails its check on GPU {i}, so plain torch runs: {wrong}', report
             )
@@ -206,7 +214,9 @@ def _kernels_for_gpus() -> Finding:
 
 def _switched_off() -> Iterator[Finding]:
     if os.environ.get('MMDTN_BACKEND') == 'reference':
-        yield Finding('MMDTN_BACKEND', 'reference: DTN runs in plain torch everywhere', 'unset it, but for debugging')
+        yield Finding(
+            'MMDTN_BACKEND', 'reference: DTN runs in plain torch everywhere', 'unset it unless you are debugging'
+        )
 
 
 def _tensorboard() -> Finding:
@@ -217,7 +227,7 @@ def _tensorboard() -> Finding:
 
 
 def _lines() -> Iterator[tuple[str, bool]]:
-    """The report, and for each line whether it says that something is wrong."""
+    """Yields each line of the report, and whether the line reports a problem."""
     findings = list(examine())
     width = max(len(finding.what) for finding in findings)
     for finding in findings:
@@ -225,11 +235,11 @@ def _lines() -> Iterator[tuple[str, bool]]:
         if finding.mend:
             yield f'       {"":<{width}}  -> {finding.mend}', False
     wrong = sum(bool(finding.mend) for finding in findings)
-    yield 'Nothing is wrong.' if not wrong else f'{wrong} of {len(findings)} things are wrong.', False
+    yield 'Nothing is wrong.' if not wrong else f'{wrong} of {len(findings)} checks failed.', False
 
 
 def _measurements() -> Iterator[str]:
-    """What the kernels cost on each GPU."""
+    """Measures the kernels on each GPU."""
     torch, _ = _import('torch')
     if torch is None or not torch.cuda.is_available():
         return
@@ -242,13 +252,13 @@ def _measurements() -> Iterator[str]:
         try:
             with torch.cuda.device(i):
                 yield from gpu_report.report(torch.device('cuda', i))
-        except Exception as error:  # what could be measured is worth having
+        except Exception as error:  # the measurements made so far are still useful
             yield f'The measurement stopped: {type(error).__name__}: {error}'
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument('--report', type=Path, help='also write everything to this file, for an issue on GitHub')
+    parser.add_argument('--report', type=Path, help='also write the output to this file, for an issue on GitHub')
     args = parser.parse_args(arguments)
     said, wrong = [], False
     for line, is_wrong in itertools.chain(_lines(), ((line, False) for line in _measurements())):

@@ -1,4 +1,4 @@
-"""What went wrong, in one line for the person who wrote the config."""
+"""Turns errors that users can fix into one-line messages."""
 
 import difflib
 import errno
@@ -10,29 +10,29 @@ from contextlib import contextmanager
 from pathlib import Path
 from traceback import walk_tb
 
-# What mmengine, and build_norm, say of a name that no registry has.
+# Messages of mmengine and of build_norm for a name that is not registered.
 UNKNOWN_NAME = re.compile(
     r"Failed to get (\S+)$|(\S+) is not in the .+ registry\.|norm_cfg has type='(\S+)', which nothing registered"
 )
 
-# Why the system cannot write a file that does not fit.
+# Reasons why the operating system cannot write a file.
 NO_ROOM = {
     errno.ENOSPC: 'the disk is full',
-    errno.EDQUOT: 'your quota of the disk is used up',
+    errno.EDQUOT: 'your disk quota is used up',
     errno.EFBIG: 'it is larger than `ulimit -f` or the file system allows',
 }
-INTERRUPTED = 130  # 128 and the number of SIGINT
+INTERRUPTED = 130  # exit code: 128 plus the number of SIGINT
 
 
 class UserError(Exception):
-    """A message that says all there is to say; the command lines print it without a traceback."""
+    """Error that the command lines print without a traceback."""
 
 
 @contextmanager
 def readable_errors(debug: bool = False) -> Iterator[None]:
-    """Ends the process with one line where the error is explained; any other error keeps its traceback.
+    """Exits with a one-line message if :func:`explain` has one. Other errors are raised with their traceback.
 
-    Ctrl-C ends it with code 130, as shells expect; the message of the KeyboardInterrupt says how to go on.
+    After Ctrl-C the exit code is 130, as shells expect. The message of the KeyboardInterrupt tells how to resume.
     """
     try:
         yield
@@ -49,39 +49,39 @@ def readable_errors(debug: bool = False) -> Iterator[None]:
 
 
 def explain(error: BaseException) -> str | None:
-    """One line for an error that the config, the data or the environment caused; None for any other."""
+    """Returns a one-line message for errors caused by the config, the data or the environment, and None for others."""
     if isinstance(error, UserError):
-        # A data worker's error arrives inside a text that ends with the original one.
+        # The error of a data worker contains a traceback that ends with the original message.
         return str(error).strip().rpartition(f'{type(error).__name__}: ')[2]
     if isinstance(error, ModuleNotFoundError):
-        return f'{error}: `python -m mmdtn.doctor` tells what the environment lacks'
+        return f'{error}: run `python -m mmdtn.doctor` to check the environment'
     if isinstance(error, OSError) and error.errno in NO_ROOM:
         name = 'a file' if error.filename is None else os.fsdecode(error.filename)
-        return f'{name} cannot be written, as {NO_ROOM[error.errno]}'
+        return f'{name} cannot be written because {NO_ROOM[error.errno]}'
     if isinstance(error, OSError) and error.filename is not None:
         return _explain_path(error)
     if isinstance(error, FileNotFoundError):
         return first_line(error)
     if unknown := UNKNOWN_NAME.match(first_line(error)):
         name = unknown[unknown.lastindex or 0]
-        from .registry import registered  # mmengine, without which the doctor has to run
+        from .registry import registered  # imports mmengine, which the doctor has to run without
 
         known = (other for other, _ in registered())
         return f'type={name!r} is not registered: is it misspelt, or not in custom_imports?{nearest(name, known)}'
     modules = (frame.f_globals.get('__name__') for frame, _ in walk_tb(error.__traceback__))
-    return first_line(error) if 'mmengine.registry.build_functions' in modules else None  # of a constructor
+    return first_line(error) if 'mmengine.registry.build_functions' in modules else None  # raised by a constructor
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """The end of a message: which of the ``known`` names may have been meant."""
+    """Returns the end of a message, which lists the ``known`` names that are closest to ``name``."""
     by_lower = {other.lower(): other for other in sorted(known)}
     close = difflib.get_close_matches(name.lower(), by_lower, n=4, cutoff=0.5)
     return f'; nearest: {", ".join(by_lower[other] for other in close)}' if close else ''
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's message, or the name of its class where it has no message."""
-    text = error.args[0] if isinstance(error, KeyError) and error.args else error  # str(KeyError) is in quotes
+    """Returns the first line of an error message, or the name of the error's class if the message is empty."""
+    text = error.args[0] if isinstance(error, KeyError) and error.args else error  # str(KeyError) adds quotes
     return next(iter(str(text).strip().splitlines()), type(error).__name__)
 
 

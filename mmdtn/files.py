@@ -1,4 +1,4 @@
-"""Files that are whole or absent, whenever the process that writes them is killed."""
+"""Writes files completely or not at all, even if the process is killed."""
 
 import os
 import shutil
@@ -15,14 +15,14 @@ PARTIAL = '.partial'
 
 
 class NoRoomError(UserError, OSError):
-    """A file does not fit on its disk."""
+    """Raised if a file does not fit on the disk."""
 
 
 @contextmanager
 def whole_file(path: str | Path) -> Iterator[BinaryIO]:
-    """Opens a new file next to ``path``, and moves it to ``path`` once it is complete.
+    """Opens a temporary file next to ``path``, and renames it to ``path`` when it is complete.
 
-    A reader of ``path`` finds the old file or the whole new one, also where several processes write it.
+    A reader of ``path`` finds either the old file or the complete new file, even if several processes write it.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -39,7 +39,10 @@ def whole_file(path: str | Path) -> Iterator[BinaryIO]:
 
 
 def write_whole(path: str | Path, content: str | bytes) -> None:
-    """Writes a file; where it does not fit, the error says how much room it needs and how much there is."""
+    """Writes a file completely or not at all.
+
+    If the file does not fit on the disk, the error tells how much space it needs and how much is free.
+    """
     content = content.encode() if isinstance(content, str) else content
     try:
         with whole_file(path) as file:
@@ -49,8 +52,8 @@ def write_whole(path: str | Path, content: str | bytes) -> None:
             raise
         free = shutil.disk_usage(Path(path).parent).free
         raise NoRoomError(
-            f'{path} cannot be written, as {NO_ROOM[error.errno]}: it needs {_size(len(content))}, and its disk has '
-            f'{_size(free)} left. Files that were written before are whole.'
+            f'{path} cannot be written because {NO_ROOM[error.errno]}. It needs {_size(len(content))}, and the disk '
+            f'has {_size(free)} left. Files written earlier are complete.'
         ) from None
 
 
@@ -59,7 +62,7 @@ def _size(number: int) -> str:
 
 
 class WholeFileBackend(LocalBackend):
-    """mmengine's local files, each written by :func:`whole_file`."""
+    """mmengine's backend for local files, which writes each file with :func:`write_whole`."""
 
     def put_text(self, obj: str, filepath: str | Path, encoding: str = 'utf-8') -> None:
         write_whole(filepath, obj.encode(encoding))
@@ -69,5 +72,5 @@ class WholeFileBackend(LocalBackend):
 
 
 def write_whole_files() -> None:
-    """Registers the backend with mmengine, whose runners, strategies and hooks all save files through it."""
+    """Registers the file backend with mmengine, whose runners, strategies and hooks save all files through backends."""
     register_backend('local', WholeFileBackend, force=True, prefixes='')

@@ -1,4 +1,7 @@
-"""Reads configs, builds their models and loads checkpoints into them: the only place of the package that does."""
+"""Reads configs, builds their models and loads checkpoints.
+
+The rest of the package uses these functions, and does none of this itself.
+"""
 
 import copy
 import inspect
@@ -20,13 +23,13 @@ from mmdtn.errors import UserError, first_line, nearest
 
 @dataclass
 class TrainedModel:
-    """A config, and its model with the weights of a checkpoint, in evaluation mode."""
+    """Model in evaluation mode with the weights of a checkpoint, and its config."""
 
     label: str
     config: str
     checkpoint: str
     cfg: Config
-    model: Any  # a bare backbone, or mmengine's BaseModel
+    model: Any  # either a backbone or a BaseModel of mmengine
     classes: tuple[str, ...]
 
     def class_name(self, label: int) -> str:
@@ -34,15 +37,19 @@ class TrainedModel:
 
 
 def read_config(path: str | Path, changes: Mapping[str, Any] | None = None) -> Config:
-    """Reads a config, with ``changes`` as ``--cfg-options`` has them, and enters its scope.
+    """Reads a config and sets its default scope.
 
-    mmengine imports the config's ``custom_imports``. An error names the file and, where it can, the line.
+    MMEngine imports the modules in ``custom_imports``. Errors name the file and, if it is known, the line.
+
+    Args:
+        path: The config file.
+        changes: Settings to override, with keys such as ``'model.backbone.depth'``.
     """
     try:
         cfg = Config.fromfile(path)
-    except (OSError, ModuleNotFoundError):  # they name the file or the module themselves
+    except (OSError, ModuleNotFoundError):  # these errors name the file or the module themselves
         raise
-    except SyntaxError as error:  # in this file or in a base of it; the text of the line tells which
+    except SyntaxError as error:  # the error may be in a base file, so the message quotes the line
         raise UserError(f'{path}: line {error.lineno}, {(error.text or "").strip()!r}: {error.msg}') from error
     except Exception as error:
         raise UserError(f'{_place(error) or path}: {first_line(error)}') from error
@@ -58,34 +65,39 @@ def read_config(path: str | Path, changes: Mapping[str, Any] | None = None) -> C
 
 
 def _place(error: Exception) -> str | None:
-    """The file and the line of a config, or of a base of it, at which an error arose.
+    """Returns the config file and the line where an error occurred.
 
-    A config runs as a module. onedl's mmengine compiles it with its name, OpenMMLab's without any.
+    MMEngine runs configs as modules. onedl's mmengine compiles them with their file name, and OpenMMLab's without one.
     """
     run = (frame for frame in reversed(extract_tb(error.__traceback__)) if frame.name == '<module>')
     return next((f'{frame.filename}, line {frame.lineno}' for frame in run if os.path.exists(frame.filename)), None)
 
 
 def enter_scope(cfg: Config) -> None:
-    """Makes names without a scope mean what they mean in the config's own package."""
+    """Sets the default scope, so that names without a scope refer to classes of the config's package."""
     init_default_scope(cfg.get('default_scope', 'mmengine'))
 
 
 def build(cfg: Config, **changes: Any) -> Any:
-    """The config's model in evaluation mode, without pretrained weights; ``changes`` replace settings of the model."""
+    """Builds the model of a config in evaluation mode, without loading pretrained weights.
+
+    Args:
+        cfg: The config.
+        changes: Settings of the model to override.
+    """
     enter_scope(cfg)
     if 'model' not in cfg:
         raise UserError(f'{cfg.filename} has no model.')
     settings = copy.deepcopy(dict(cfg.model, **changes))
-    if cfg.get('data_preprocessor'):  # as mmengine's Runner does
+    if cfg.get('data_preprocessor'):  # mmengine's Runner does the same
         settings.setdefault('data_preprocessor', cfg.data_preprocessor)
     model = MODELS.build(settings)
-    model.eval()  # not every model of MM returns itself
+    model.eval()  # eval() of some MM models returns None
     return model
 
 
 def build_backbone(cfg: Config) -> Any:
-    """The backbone alone of the config's model, in evaluation mode, without pretrained weights."""
+    """Builds only the backbone of a config's model, in evaluation mode, without loading pretrained weights."""
     enter_scope(cfg)
     backbone = MODELS.build(copy.deepcopy(cfg.model.backbone))
     backbone.eval()
@@ -93,7 +105,7 @@ def build_backbone(cfg: Config) -> Any:
 
 
 def load(config: str, checkpoint: str) -> TrainedModel:
-    """Builds the model of a config, and fills it with a checkpoint whose tensors are exactly those of the model."""
+    """Builds the model of a config and loads a checkpoint, whose keys must match those of the model exactly."""
     cfg = read_config(config)
     model = build(cfg)
     content = checkpoints.load(checkpoint)

@@ -1,4 +1,4 @@
-"""Classes that configs name."""
+"""Functions that look up the classes that configs name."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -8,7 +8,7 @@ from mmengine.registry import Registry
 
 
 def class_of(settings: Mapping[str, Any], registry: Registry) -> Any:
-    """What ``type`` names, in any of MM's three ways: ``'X'``, ``'scope.X'`` or the class ``X`` itself."""
+    """Returns the class that ``type`` names. MM allows ``'X'``, ``'scope.X'`` and the class ``X`` itself."""
     kind = settings['type']
     if not isinstance(kind, str):
         return kind
@@ -20,13 +20,13 @@ def class_of(settings: Mapping[str, Any], registry: Registry) -> Any:
 
 
 def package_of(kind: type) -> str:
-    """The MM package, mmdet or mmpretrain, that a class or else one of its bases comes from; '' for neither."""
+    """Returns the MM package that a class or one of its bases comes from: 'mmdet', 'mmpretrain', or '' for neither."""
     packages = (base.__module__.partition('.')[0] for base in kind.__mro__)
     return next((package for package in packages if package in ('mmdet', 'mmpretrain')), '')
 
 
 def registered() -> Iterator[tuple[str, Any]]:
-    """Every name and class, of all registries of all packages that are imported."""
+    """Yields the name and the class of every entry in all registries of the imported packages."""
     registries = [value for value in vars(mmengine.registry).values() if isinstance(value, Registry)]
     for registry in registries:
         yield from registry.module_dict.items()

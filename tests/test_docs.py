@@ -1,4 +1,4 @@
-"""README and docs tell the truth: links resolve, commands exist with the options they show, code runs."""
+"""Checks README and docs: links resolve, commands exist with the options that are shown, and code runs."""
 
 import re
 
@@ -13,7 +13,7 @@ from .pages import PAGES, REPO, commands, named
 
 
 def links(page):
-    """Targets in the repository; those of the badge are GitHub's pages about it."""
+    """Returns the link targets in the repository. The badge links to GitHub's pages instead."""
     targets = re.findall(r'\]\(([^)]+)\)', page.read_text())
     return [target for target in targets if not target.startswith(('http', '../../actions/'))]
 
@@ -128,7 +128,7 @@ def test_the_guides_norm_cfgs_build(text):
 
 
 def test_troubleshooting_quotes_messages_that_exist():
-    """Those of this package: the fixed words of each message are somewhere in its source."""
+    """The fixed words of each message of this package have to be in its source."""
     ours = ''.join(p.read_text() for folder in ('mmdtn', 'tools') for p in (REPO / folder).rglob('*.py'))
     ours = re.sub(r"['\"]\s*\n\s*f?['\"]", '', ours)
     table = (REPO / 'docs' / 'troubleshooting.md').read_text()

@@ -42,10 +42,10 @@ def test_a_healthy_environment(capsys):
 
 
 def test_what_is_missing_is_named_with_the_cure(capsys, monkeypatch):
-    monkeypatch.setitem(sys.modules, 'mmdet', None)  # installed, but not to be imported
+    monkeypatch.setitem(sys.modules, 'mmdet', None)  # installed, but cannot be imported
     code, text = report(capsys)
     assert code == 1 and '1 of ' in text
-    assert '-> install it again: pip install --no-build-isolation onedl-mmdetection --force-reinstall' in text
+    assert 'pip install --no-build-isolation onedl-mmdetection --force-reinstall' in text
     monkeypatch.setattr(doctor.metadata, 'packages_distributions', dict)
     assert '-> pip install --no-build-isolation onedl-mmdetection\n' in report(capsys)[1]
 
@@ -57,12 +57,15 @@ def test_mmcv_without_its_ops(capsys, monkeypatch):
 
 
 def test_the_cpp_kernels_are_there():
-    """CI fails without them: the reference would pass every other test."""
+    """CI fails without the C++ kernels. The reference would pass every other test."""
     assert dtn_cpu.works()
 
 
 def test_the_cpp_kernels_are_built_where_they_are_missing(capsys, monkeypatch, tmp_path):
-    """By a compiler that writes an empty library: the real one takes 10 seconds, and test_dtn_cpu.py runs it."""
+    """The compiler in this test writes an empty library.
+
+    The real one takes 10 seconds, and test_dtn_cpu.py runs it.
+    """
     built = tmp_path / 'extensions'
     compiler = tmp_path / 'c++'
     compiler.write_text(COMPILER)
@@ -80,7 +83,7 @@ def test_cpp_kernels_that_cannot_be_built(capsys, monkeypatch, tmp_path):
     monkeypatch.setenv('CXX', '/bin/false')
     code, text = report(capsys)
     assert code == 1 and 'wrong  DTN in C++' in text and 'apt-get install g++' in text
-    monkeypatch.setattr(torch.cuda, 'is_available', lambda: True)  # C++ is of no use there
+    monkeypatch.setattr(torch.cuda, 'is_available', lambda: True)  # GPUs do not need C++
     monkeypatch.setattr(torch.cuda, 'device_count', lambda: 0)
     assert 'ok     DTN in C++' in report(capsys)[1]
 

@@ -1,4 +1,4 @@
-"""What ``import mmdtn`` needs and brings along, in a process of its own."""
+"""Checks what ``import mmdtn`` needs and imports, in a separate process."""
 
 import subprocess
 import sys
@@ -27,7 +27,7 @@ def run(program: str) -> subprocess.CompletedProcess:
 
 @pytest.mark.slow
 def test_it_needs_neither_detection_nor_plots_nor_unix():
-    """And registers what configs name."""
+    """The import also registers the classes that configs name."""
     program = WITHOUT.format(missing=('mmdet', 'mmpretrain', 'mmcv', 'resource', 'matplotlib', 'pycocotools'))
     program += """
 from mmengine.registry import DATA_SAMPLERS, HOOKS, LOOPS, MODELS, OPTIM_WRAPPERS
@@ -51,7 +51,7 @@ assert not rooms & {'analysis', 'export', 'models', 'reports', 'studies', 'docto
 
 @pytest.mark.slow
 def test_without_opencv_a_sentence_says_what_to_install():
-    """At once as a warning, so that the doctor runs; whoever uses the package then gets it as an error."""
+    """The import warns, so that the doctor can run. Using the package then raises an error."""
     done = run(WITHOUT.format(missing=('cv2',)))
     assert done.returncode == 0 and 'mmdtn needs cv2: pip install opencv-python-headless' in done.stderr
     done = run(WITHOUT.format(missing=('cv2',)) + 'from mmdtn import convert_norms')

@@ -1,4 +1,4 @@
-"""requirements/mmcv.sh hands mmcv's build flags that optimise, and a header that the compiler accepts."""
+"""requirements/mmcv.sh builds mmcv with optimisation flags and with a precompiled header that the compiler accepts."""
 
 import os
 import subprocess
@@ -21,7 +21,7 @@ setup(name='small', ext_modules=[extension], cmdclass={'build_ext': BuildExtensi
 
 @pytest.fixture
 def python(tmp_path):
-    """Stands in for Python: builds a small extension instead of mmcv, with unused headers as errors."""
+    """Replaces Python by a script that builds a small extension instead of mmcv. Unused headers are errors."""
     (tmp_path / 'setup.py').write_text(EXTENSION)
     (tmp_path / 'small.cpp').write_text('int twice(int x) { return 2 * x; }\n')
     script = tmp_path / 'python'
@@ -50,7 +50,7 @@ def install(python, **environment):
 @pytest.mark.slow
 def test_mmcv_is_built_optimised_and_with_the_precompiled_header(python):
     builds, _ = install(python)
-    (flags,) = builds  # a header that the build cannot use would lead to a second one
+    (flags,) = builds  # a header that the build cannot use would cause a second build
     assert flags[0] == '-O2' and '-g0' in flags and '-include' in flags
 
 

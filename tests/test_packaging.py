@@ -1,4 +1,4 @@
-"""The wheel brings configs and tools along, and other people's configs inherit from them."""
+"""The wheel contains configs and tools, and other configs can inherit from them."""
 
 import importlib.metadata
 import os
@@ -34,7 +34,7 @@ def test_a_wheel_is_whole(tmp_path):
         done = subprocess.run(command, capture_output=True, text=True)
         assert done.returncode == 0, done.stdout + done.stderr
 
-    source = tmp_path / 'source'  # not the repository, where a build would leave its traces
+    source = tmp_path / 'source'  # not the repository, because a build would leave files there
     tracked = subprocess.run(['git', 'ls-files', '-co', '--exclude-standard'], cwd=REPO, capture_output=True, text=True)
     for name in tracked.stdout.splitlines():
         (source / name).parent.mkdir(parents=True, exist_ok=True)
@@ -64,7 +64,7 @@ def test_a_wheel_is_whole(tmp_path):
 
 
 def test_mim_finds_configs_and_scripts_by_their_bare_names():
-    """`mim train mmdtn CONFIG.py` looks for the name in the whole package, and refuses one that is there twice."""
+    """`mim train mmdtn CONFIG.py` searches the whole package for the name, and refuses names that exist twice."""
     files = [p.name for folder in ('configs', 'tools', 'mmdtn') for p in (REPO / folder).rglob('*.py')]
     for model in modelindex.load(str(REPO / 'model-index.yml')).models:
         assert files.count(Path(model.config).name) == 1, model.config
@@ -100,7 +100,7 @@ def test_the_index_names_every_family():
 
 
 def test_every_config_is_in_the_metafile_of_its_folder():
-    """`mim search` and `mim download` know a config from there."""
+    """`mim search` and `mim download` find configs in the metafiles."""
     index = modelindex.load(str(REPO / 'model-index.yml'))
     paths = [path.relative_to(REPO).as_posix() for path in REPO.glob('configs/[!_]*/*.py')]
     studies = [path for path in paths if '/studies/' in path and 'variants' in (REPO / path).read_text()]
@@ -111,9 +111,10 @@ def test_every_config_is_in_the_metafile_of_its_folder():
 
 @pytest.mark.parametrize('family', ['pvt', 'swin', 'vit'])
 def test_metafiles_claim_no_results(family):
-    """Nothing was trained with these configs. What the papers report is in the README, and said to be theirs."""
+    """Nothing was trained with these configs. The README lists the results of the papers as such."""
     index = modelindex.load(str(REPO / 'model-index.yml'))
-    # MM's metafiles name READMEs from the repository's root; model-index would have them from the metafile's folder.
+    # MM's metafiles have paths of READMEs relative to the repository. model-index expects them relative to the
+    # metafile.
     assert [error for error in index.check(silent=True) if 'README file' not in error] == []
     models = [m for m in index.models if m.config.startswith(f'configs/{family}/')]
     assert len(models) >= 4

@@ -1,7 +1,11 @@
-"""Trains a small Mask R-CNN with DTN on generated pictures, on the CPU, and shows what it finds: python tools/demo.py
+"""Trains a small Mask R-CNN with DTN on generated images on the CPU, and shows its predictions.
 
-Data, training in two processes, COCO metrics on pictures that were held out, predictions drawn beside the truth, a
-report of what the DTN layers did, a summary. What MMEngine and MMDetection print goes to log.txt in the work dir.
+The demo generates the data, trains in two processes, and computes COCO metrics on held-out images. The demo draws
+predictions next to the ground truth, reports what the DTN layers do, and writes a summary. The output of MMEngine and
+MMDetection goes to log.txt in the work directory.
+
+Example:
+    python tools/demo.py
 """
 
 import argparse
@@ -17,7 +21,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TextIO
 
-os.environ['CUDA_VISIBLE_DEVICES'] = ''  # before torch looks: everywhere the same demo, on the CPU
+os.environ['CUDA_VISIBLE_DEVICES'] = ''  # set before torch is imported, so that the demo runs on the CPU everywhere
 
 import mmcv
 import torch
@@ -29,24 +33,24 @@ from mmdtn.datasets import TRAIN, VAL, write_coco
 
 TOOLS = Path(__file__).resolve().parent
 CONFIG = TOOLS.parent / 'configs' / 'demo' / 'mask-rcnn_pvt-dtn_shapes.py'
-# For maps this small, two processes of one thread are faster than one process of two, which wait for each other.
+# For feature maps this small, two processes with one thread are faster than one process with two threads.
 PROCESSES = 2
 PICTURES = 12
 ANALYZED = 4
-SCORE = 0.5  # what is drawn
-FIRST_SCORE = 0.3  # after the first epoch, when no object is certain yet
-# AP and AP50 of the same detector with LayerNorm, as README.md has them, and what trains it.
+SCORE = 0.5  # minimum score of the predictions that are drawn
+FIRST_SCORE = 0.3  # minimum score after the first epoch, when scores are still low
+# AP and AP50 of the same detector with LayerNorm, as in README.md, and the command that trains it.
 LAYERNORM = dict(bbox=(0.461, 0.691), segm=(0.383, 0.647))
 TRAIN_LAYERNORM = 'tools/dist_train.sh configs/demo/mask-rcnn_pvt-ln_shapes.py 2'
 
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument('--data', default='data/shapes', help='generated there unless it is there (%(default)s)')
-    parser.add_argument('--work-dir', default='work_dirs/demo', help='for all results (%(default)s)')
-    parser.add_argument('--train', type=int, default=TRAIN, help='pictures for training (%(default)s)')
-    parser.add_argument('--val', type=int, default=VAL, help='pictures held out (%(default)s)')
-    parser.add_argument('--epochs', type=int, help="the config's, if not said")
+    parser.add_argument('--data', default='data/shapes', help='directory of the generated data (default: %(default)s)')
+    parser.add_argument('--work-dir', default='work_dirs/demo', help='directory for all results (default: %(default)s)')
+    parser.add_argument('--train', type=int, default=TRAIN, help='number of training images (default: %(default)s)')
+    parser.add_argument('--val', type=int, default=VAL, help='number of held-out images (default: %(default)s)')
+    parser.add_argument('--epochs', type=int, help='number of epochs (default: that of the config)')
     return parser.parse_args()
 
 
@@ -65,7 +69,7 @@ def settings(data: Path, epochs: int | None) -> dict[str, object]:
         'test_dataloader.dataset.data_root': str(data),
         'val_evaluator.ann_file': str(data / 'annotations' / 'instances_val.json'),
         'test_evaluator.ann_file': str(data / 'annotations' / 'instances_val.json'),
-        'train_cfg.val_interval': 10**6,  # the demo tests once, at the end
+        'train_cfg.val_interval': 10**6,  # the demo only tests once, at the end
     }
     if epochs is not None:
         changed |= {'train_cfg.max_epochs': epochs, 'param_scheduler.1.T_max': epochs}
@@ -73,7 +77,10 @@ def settings(data: Path, epochs: int | None) -> dict[str, object]:
 
 
 def train(changed: dict[str, object], work_dir: Path, log: TextIO, look: Callable[[Path], None]) -> Path:
-    """Trains as a user does on several GPUs; returns the checkpoint. ``look`` takes the one of the first epoch."""
+    """Trains with tools/dist_train.sh, and returns the last checkpoint.
+
+    ``look`` is called with the checkpoint of the first epoch.
+    """
     with socket.socket() as free:
         free.bind(('127.0.0.1', 0))
         port = str(free.getsockname()[1])
@@ -98,19 +105,19 @@ def train(changed: dict[str, object], work_dir: Path, log: TextIO, look: Callabl
                     look(first)
     if training.returncode != 0:
         print(''.join(Path(log.name).read_text().splitlines(keepends=True)[-30:]))
-        raise SystemExit(f'FAILED: training. Its whole output: {log.name}')
+        raise SystemExit(f'FAILED: training. The full output is in {log.name}')
     return Path((work_dir / 'last_checkpoint').read_text())
 
 
 @contextlib.contextmanager
 def quietly(log: TextIO) -> Iterator[None]:
-    """Sends what is printed to the log."""
+    """Redirects printed output to the log."""
     with contextlib.redirect_stdout(log), contextlib.redirect_stderr(log):
         yield
 
 
 def draw(runner: Runner, folder: Path, pictures: int, score: float) -> None:
-    """Draws the first pictures held out: the truth on the left, predictions on the right."""
+    """Draws the first held-out images, with the ground truth on the left and predictions on the right."""
     dataset = runner.test_dataloader.dataset
     runner.visualizer.dataset_meta = dataset.metainfo
     for i in range(min(pictures, len(dataset))):
@@ -124,18 +131,18 @@ def draw(runner: Runner, folder: Path, pictures: int, score: float) -> None:
 
 
 def analyze(checkpoint: Path, data: Path, folder: Path, log: TextIO) -> Path:
-    """As a user looks into a model of his own; returns the page."""
+    """Runs tools/analysis_tools/analyze_dtn.py on the trained model, and returns the HTML report."""
     images = data / 'annotations' / 'instances_val.json'
     command = [sys.executable, TOOLS / 'analysis_tools' / 'analyze_dtn.py', CONFIG, checkpoint]
     options = ['--images', images, '--number', str(ANALYZED), '--out', folder]
     done = subprocess.run([*map(str, [*command, *options])], stdout=log, stderr=log)
     if done.returncode != 0:
-        raise SystemExit(f'FAILED: the report. Its whole output: {log.name}')
+        raise SystemExit(f'FAILED: the report. The full output is in {log.name}')
     return folder / 'report.html'
 
 
 def figures(metrics: dict[str, float], comparable: bool) -> str:
-    """Lists DTN's figures, and those of LayerNorm if both were trained on the same data for the same time."""
+    """Formats the metrics of DTN, and those of LayerNorm if both were trained on the same data for the same time."""
     lines = []
     for kind, name in (('bbox', 'box'), ('segm', 'mask')):
         ap, ap50 = (metrics[f'coco/{kind}_mAP{suffix}'] for suffix in ('', '_50'))
@@ -159,7 +166,7 @@ def main() -> None:
     for folder in (pictures, first_look):
         folder.mkdir(parents=True, exist_ok=True)
 
-    print(f'==> data: {args.train} generated pictures for training, {args.val} held out, in {args.data}', flush=True)
+    print(f'==> data: {args.train} generated training images and {args.val} held-out images in {args.data}', flush=True)
     data = write_coco(args.data, args.train, args.val)
     cfg = load_config(data, work_dir, args.epochs)
     with (work_dir / 'log.txt').open('w', buffering=1) as log:
@@ -170,17 +177,17 @@ def main() -> None:
             with quietly(log):
                 runner.load_checkpoint(str(checkpoint))
                 draw(runner, first_look, 1, FIRST_SCORE)
-            print(f'    what it sees after one epoch: {min(first_look.iterdir())}', flush=True)
+            print(f'    predictions after one epoch: {min(first_look.iterdir())}', flush=True)
 
         print(f'==> training: {cfg.train_cfg.max_epochs} epochs in {PROCESSES} processes; log: {log.name}', flush=True)
         checkpoint = train(settings(data, args.epochs), work_dir, log, look)
-        print(f'==> testing on the {args.val} pictures held out, drawing {PICTURES} of them', flush=True)
+        print(f'==> testing on the {args.val} held-out images, and drawing {PICTURES} of them', flush=True)
         with quietly(log):
             runner.load_checkpoint(str(checkpoint))
             metrics = runner.test()
             draw(runner, pictures, PICTURES, SCORE)
-        print(f'    what it sees now: {min(pictures.iterdir())}', flush=True)
-        print('==> looking into the DTN layers', flush=True)
+        print(f'    predictions now: {min(pictures.iterdir())}', flush=True)
+        print('==> analysing the DTN layers', flush=True)
         report = analyze(checkpoint, data, work_dir / 'report', log)
     (work_dir / 'summary.json').write_text(json.dumps(metrics, indent=1))
 
@@ -195,7 +202,7 @@ Demo finished in {minutes(time.monotonic() - started)}.
   checkpoint  {checkpoint}
   metrics     {work_dir / 'summary.json'}
 
-Next, on GPUs, with COCO where MMDetection expects it (configs/pvt/README.md):
+Next steps on GPUs, with COCO in the place that MMDetection expects (configs/pvt/README.md):
   {sys.executable} tools/train.py configs/pvt/mask-rcnn_pvt-t-dtn_fpn_1x_coco.py""")
 
 

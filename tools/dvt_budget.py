@@ -1,10 +1,13 @@
-"""The accuracy of a cascade over its mean cost: python tools/dvt_budget.py CONFIG CHECKPOINT --mode 2
+"""Computes the accuracy of a cascade over its mean cost.
 
---mode 0  prints the results that the checkpoint stores, as published ones do
---mode 1  applies the thresholds that it stores to the validation set
+--mode 0  prints the results that are stored in a published checkpoint
+--mode 1  applies the thresholds that are stored in the checkpoint to the validation set
 --mode 2  finds thresholds on training images, and applies them to the validation set
 
-Modes 1 and 2 write budget.json, which thresholds=dict(file=..., gflops=...) in a config reads, and pictures.
+Modes 1 and 2 write figures and the file budget.json, which a config reads with thresholds=dict(file=..., gflops=...).
+
+Example:
+    python tools/dvt_budget.py CONFIG CHECKPOINT --mode 2
 """
 
 import argparse
@@ -34,25 +37,26 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument('config')
     parser.add_argument('checkpoint')
     parser.add_argument('--mode', type=int, choices=[0, 1, 2], default=2)
-    parser.add_argument('--out', type=Path, help='folder of the results; work_dirs/NAME_OF_CONFIG/budget if not said')
-    parser.add_argument('--images', type=int, default=50_000, help='random training images to find thresholds on')
-    parser.add_argument('--seed', type=int, default=0, help='of which images these are, and of their random crops')
+    parser.add_argument('--out', type=Path, help='directory for the results (default: work_dirs/NAME_OF_CONFIG/budget)')
+    parser.add_argument(
+        '--images', type=int, default=50_000, help='number of random training images to find thresholds on'
+    )
+    parser.add_argument('--seed', type=int, default=0, help='seed of the choice of images, and of their random crops')
     parser.add_argument(
         '--leave-early',
         nargs='*',
         type=float,
         metavar='GFLOPS',
-        help='run images no further than they need, for thresholds of so many mean GFLOPs; of three places of the '
-        'curve if none are said',
+        help='also time early exit with the thresholds of so many mean GFLOPs (default: three points of the curve)',
     )
-    parser.add_argument('--publish', type=Path, help="write weights and results to this file, in the authors' layout")
-    parser.add_argument('--cfg-options', nargs='+', action=DictAction, help='settings to change, as in a.b=1 c=[2,3]')
+    parser.add_argument('--publish', type=Path, help="write weights and results to this file in the authors' format")
+    parser.add_argument('--cfg-options', nargs='+', action=DictAction, help='settings to override, as in a.b=1 c=[2,3]')
     parser.add_argument('--debug', action='store_true', help='show the traceback of every error')
     return parser.parse_args(arguments)
 
 
 def cost(model: DVT, checkpoint: dict[str, Any], loader: DataLoader) -> list[float]:
-    """GFLOPs up to each exit: those of the file, or else counted for one image of the validation set."""
+    """Returns the GFLOPs up to each exit, either from the checkpoint or counted for one validation image."""
     if 'flops' in checkpoint:
         return [float(value) for value in checkpoint['flops']]
     image = model.data_preprocessor(next(iter(loader)), training=False)['inputs'][:1]
@@ -65,7 +69,7 @@ def curve_of(found: Answers, gflops: list[float], thresholds: torch.Tensor) -> B
 
 
 def measure(args: argparse.Namespace, cfg: Config, model: DVT, file: dict[str, Any]) -> tuple[dict, DataLoader]:
-    """The curves on the validation set, by how their thresholds were chosen."""
+    """Measures accuracy and cost on the validation set, for the thresholds of each search."""
     loader = build_loader(cfg, 'val_dataloader')
     gflops = cost(model, file, loader)
     if args.mode == 1:
@@ -73,14 +77,14 @@ def measure(args: argparse.Namespace, cfg: Config, model: DVT, file: dict[str, A
     else:
         set_random_seed(args.seed)
         calibration = answers(model, build_loader(cfg, 'calibration_dataloader', args.images, args.seed))
-        print(f'{calibration.conf.shape[1]} training images to find thresholds on')
+        print(f'{calibration.conf.shape[1]} training images used to find thresholds')
         sweep = budget.find_thresholds(calibration.conf, budget.shares(len(gflops)))
         spent = budget.outcome(*calibration, sweep, torch.tensor(gflops)).gflops
         thresholds = dict(sweep=sweep)
         if len(gflops) in (2, 3):
             thresholds['exact'] = budget.search(*calibration, torch.tensor(gflops), spent, sweep)
         else:
-            print(f'The exact search is for two exits or three, not {len(gflops)}: there is the sweep alone.')
+            print(f'The exact search needs two or three exits, but there are {len(gflops)}. Only the sweep is run.')
     validation = answers(model, loader)
     print(f'{validation.conf.shape[1]} validation images')
     return {name: curve_of(validation, gflops, rows) for name, rows in thresholds.items()}, loader
@@ -90,7 +94,7 @@ def leave_early(args: argparse.Namespace, model: DVT, loader: DataLoader, sweep:
     low, high = min(sweep.mean_gflops), max(sweep.mean_gflops)
     wanted = args.leave_early or [low + share * (high - low) for share in (0.15, 0.4, 0.7)]
     if too_low := [g for g in wanted if g < low]:
-        raise UserError(f'--leave-early {too_low[0]}: the cheapest thresholds take {low:.4g} GFLOPs in the mean.')
+        raise UserError(f'--leave-early {too_low[0]}: the cheapest thresholds need {low:.4g} GFLOPs on average.')
     rows = [max((g, i) for i, g in enumerate(sweep.mean_gflops) if g <= limit)[1] for limit in wanted]
     out = []
     print('\nGFLOPs   top-1 leaving early, chosen afterwards   images/s leaving early, all exits')
@@ -99,7 +103,7 @@ def leave_early(args: argparse.Namespace, model: DVT, loader: DataLoader, sweep:
         line = f'{gflops:<7.4g} {result.accuracy:9.2f} {chosen:19.2f} {speed:26.1f} {result.all_exits:15.1f}'
         print(f'{line}   {speed / result.all_exits:.2f} times as fast')
         if result.differing:
-            print(f'        {result.differing} images took another exit, by rounding at a threshold')
+            print(f'        {result.differing} images took another exit, due to rounding near a threshold')
         out.append(dict(gflops=sweep.mean_gflops[i], thresholds=sweep.thresholds[i].tolist(), **result._asdict()))
     return out
 
@@ -128,11 +132,11 @@ def run(args: argparse.Namespace) -> None:
         show(stored(file, args.checkpoint))
         return
     if args.mode == 1:
-        stored(file, args.checkpoint)  # before anything runs
+        stored(file, args.checkpoint)  # raises an error early
     cfg = read_config(args.config, args.cfg_options)
     model = load_cascade(cfg, args.checkpoint)
     if args.publish:
-        check_publishable(model)  # before anything runs
+        check_publishable(model)  # raises an error early
     curves, loader = measure(args, cfg, model, file)
     for name, curve in curves.items():
         print(f'\nthresholds by {name}')

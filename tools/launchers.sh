@@ -1,15 +1,17 @@
-# Starts a tool in several processes. Sourced by the scripts beside it, which know the tool and its arguments.
+# Functions that start a tool in several processes. The other scripts in this folder source them.
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 export PYTHONPATH="$here/..${PYTHONPATH:+:$PYTHONPATH}"
 
-# PROCESSES TOOL [its arguments]; on several machines with NNODES, NODE_RANK, MASTER_ADDR and PORT
+# with_torchrun PROCESSES TOOL [arguments of the tool]
+# For several machines, set NNODES, NODE_RANK, MASTER_ADDR and PORT.
 with_torchrun() {
   exec "${PYTHON:-python}" -m torch.distributed.run \
     --nnodes="${NNODES:-1}" --node_rank="${NODE_RANK:-0}" --master_addr="${MASTER_ADDR:-127.0.0.1}" \
     --master_port="${PORT:-29500}" --nproc_per_node="$1" "$here/$2" "${@:3}"
 }
 
-# PARTITION JOB_NAME TOOL [its arguments]; addresses and ranks are slurm's own
+# with_slurm PARTITION JOB_NAME TOOL [arguments of the tool]
+# slurm sets addresses and ranks.
 with_slurm() {
   local gpus_per_node=${GPUS_PER_NODE:-8} gres=()
   [ "$gpus_per_node" -eq 0 ] || gres=("--gres=gpu:$gpus_per_node")

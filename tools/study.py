@@ -1,8 +1,11 @@
-"""Runs studies: the same model and schedule with one thing changed, several seeds: python tools/study.py STUDY...
+"""Runs studies, which train the same model with one setting changed and with several seeds.
 
-A STUDY is a file of configs/studies. Its runs go through tools/train.py and tools/test.py, one core each. A run that is
-finished has a record in --results, and is not run again; one that was stopped goes on from its last checkpoint. At the
-end of each call tables and curves are made of all records, and the section of --page that belongs to the study.
+A STUDY is a file in configs/studies. The runs of a study use tools/train.py and tools/test.py, with one core each. A
+finished run has a record in --results and is not repeated. An interrupted run resumes from its last checkpoint. At the
+end, tables and curves are made from all records, and the section of the study in --page is replaced.
+
+Example:
+    python tools/study.py STUDY
 """
 
 import argparse
@@ -18,13 +21,29 @@ ROOT = Path(__file__).resolve().parents[1]
 def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('studies', nargs='+', metavar='STUDY')
-    parser.add_argument('--variants', nargs='+', help="of the study's; all, if not said")
-    parser.add_argument('--seeds', nargs='+', type=int, help="of all chosen variants; the study's, if not said")
-    parser.add_argument('--processes', type=int, default=os.cpu_count(), help='runs side by side (%(default)s)')
-    parser.add_argument('--results', type=Path, default=Path('docs/evidence'), help='records and curves (%(default)s)')
-    parser.add_argument('--page', type=Path, default=Path('docs/evidence.md'), help='to be renewed (%(default)s)')
-    parser.add_argument('--work-dir', type=Path, default=Path('work_dirs/studies'), help='checkpoints (%(default)s)')
-    parser.add_argument('--report', action='store_true', help='run nothing, make tables and curves of what there is')
+    parser.add_argument('--variants', nargs='+', help='names of variants to run (default: all)')
+    parser.add_argument(
+        '--seeds', nargs='+', type=int, help='seeds of all chosen variants (default: those of the study)'
+    )
+    parser.add_argument(
+        '--processes', type=int, default=os.cpu_count(), help='number of runs at the same time (default: %(default)s)'
+    )
+    parser.add_argument(
+        '--results',
+        type=Path,
+        default=Path('docs/evidence'),
+        help='directory for records and curves (default: %(default)s)',
+    )
+    parser.add_argument(
+        '--page', type=Path, default=Path('docs/evidence.md'), help='page to update (default: %(default)s)'
+    )
+    parser.add_argument(
+        '--work-dir',
+        type=Path,
+        default=Path('work_dirs/studies'),
+        help='directory for checkpoints (default: %(default)s)',
+    )
+    parser.add_argument('--report', action='store_true', help='only make tables and curves from existing records')
     parser.add_argument('--debug', action='store_true', help='show the traceback of every error')
     return parser.parse_args(arguments)
 
@@ -34,18 +53,18 @@ def run(args: argparse.Namespace) -> None:
     failures = []
     if not args.report:
         todo = [job for study in studies for job in jobs(study, args.variants, args.seeds)]
-        todo.sort(key=lambda job: job.seed)  # of all studies the first seeds first
+        todo.sort(key=lambda job: job.seed)  # runs the first seeds of all studies first
         try:
             failures = run_all(todo, args.results, args.work_dir, ROOT, args.processes)
         except KeyboardInterrupt:
-            raise KeyboardInterrupt('stopped; the same command goes on from the last checkpoints.') from None
+            raise KeyboardInterrupt('stopped; run the same command to continue from the last checkpoints.') from None
     for study in studies:
         if records(study, args.results):
             print(write_results(study, args.results, args.page))
         else:
-            print(f'{study.name}: no run is finished yet.')
+            print(f'{study.name}: no run has finished yet.')
     if failures:
-        raise UserError(f'{len(failures)} runs failed; call it again to go on. ' + ' '.join(failures))
+        raise UserError(f'{len(failures)} runs failed. Run the same command to continue. ' + ' '.join(failures))
 
 
 def main(arguments: list[str] | None = None) -> None:

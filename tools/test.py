@@ -1,4 +1,8 @@
-"""Tests a checkpoint of any config of any MM package: python tools/test.py CONFIG CHECKPOINT [--out FILE] ..."""
+"""Tests a checkpoint with a config of any MM package.
+
+Example:
+    python tools/test.py CONFIG CHECKPOINT --out predictions.pkl
+"""
 
 import argparse
 from pathlib import Path
@@ -12,7 +16,7 @@ from mmdtn.engine.launch import add_common_options, add_hook, build_runner, chec
 from mmdtn.errors import UserError, readable_errors
 from mmdtn.registry import class_of, package_of
 
-DUMPS = dict(mmdet='mmdet.DumpDetResults')  # with masks run-length encoded; mmengine's own writes them pixel by pixel
+DUMPS = dict(mmdet='mmdet.DumpDetResults')  # run-length encodes masks, while mmengine's metric stores every pixel
 TTA_MODELS = dict(
     mmdet=dict(type='DetTTAModel', tta_cfg=dict(nms=dict(type='nms', iou_threshold=0.5), max_per_img=100)),
     mmpretrain=dict(type='mmpretrain.AverageClsScoreTTA'),
@@ -24,14 +28,16 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument('config')
     parser.add_argument('checkpoint')
     parser.add_argument('--out', help='write all predictions to this .pkl file')
-    parser.add_argument('--show-dir', help='draw the predictions on the images, into this directory')
+    parser.add_argument('--show-dir', help='save images with the drawn predictions in this directory')
     parser.add_argument(
-        '--tta', action='store_true', help="test-time augmentation, the config's own or else images and mirror images"
+        '--tta',
+        action='store_true',
+        help='use test-time augmentation: by default horizontal flips, unless the config has its own',
     )
     add_common_options(parser)
     args = parser.parse_args(arguments)
     if args.out and not args.out.endswith(('.pkl', '.pickle')):
-        parser.error(f'--out {args.out}: predictions are written as .pkl or .pickle')
+        parser.error(f'--out {args.out}: the file has to end in .pkl or .pickle')
     return args
 
 
@@ -53,7 +59,7 @@ def configure(args: argparse.Namespace) -> Config:
 
 
 def package(cfg: Config) -> str:
-    """Whose model it is, by its class; the default scope of the config where the class does not tell."""
+    """Returns the MM package of the model's class, or the default scope of the config for other classes."""
     return package_of(class_of(cfg.model, MODELS)) or cfg.get('default_scope', 'mmengine')
 
 
@@ -66,7 +72,9 @@ def dump_predictions(cfg: Config, path: str) -> None:
 def draw_predictions(cfg: Config, folder: str) -> None:
     hook = cfg.get('default_hooks', {}).get('visualization')
     if hook is None:
-        raise UserError("--show-dir needs default_hooks.visualization in the config, the package's VisualizationHook.")
+        raise UserError(
+            "--show-dir needs the package's VisualizationHook as default_hooks.visualization in the config."
+        )
     target = str(Path(folder).resolve())
     if package_of(class_of(hook, HOOKS)) == 'mmpretrain':
         hook.update(enable=True, out_dir=target, interval=1)
@@ -77,7 +85,9 @@ def draw_predictions(cfg: Config, folder: str) -> None:
 def augment(cfg: Config) -> None:
     whose = package(cfg)
     if 'tta_model' not in cfg and whose not in TTA_MODELS:
-        raise UserError('--tta needs tta_model and tta_pipeline in a config of neither MMDetection nor MMPretrain.')
+        raise UserError(
+            '--tta needs tta_model and tta_pipeline in the config, unless its model is from MMDetection or MMPretrain.'
+        )
     dataset = cfg.test_dataloader.dataset
     while 'dataset' in dataset:
         dataset = dataset.dataset
@@ -90,7 +100,7 @@ def with_mirror_images(pipeline: list[Any], package: str) -> list[Any]:
     if package == 'mmdet':
         keys = ('img_id', 'img_path', 'ori_shape', 'img_shape', 'scale_factor', 'flip', 'flip_direction')
         pack = dict(pack, meta_keys=keys)
-    flip = 'mmdet.RandomFlip' if package == 'mmdet' else 'mmengine.RandomFlip'  # mmcv's, in mmengine's registry
+    flip = 'mmdet.RandomFlip' if package == 'mmdet' else 'mmengine.RandomFlip'  # the latter is mmcv's class
     flips = [dict(type=flip, prob=1.0), dict(type=flip, prob=0.0)]
     return [*steps, dict(type='TestTimeAug', transforms=[flips, [pack]])]
 

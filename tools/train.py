@@ -1,4 +1,8 @@
-"""Trains any config of any MM package: python tools/train.py CONFIG [--work-dir DIR] [--resume] ..."""
+"""Trains the model of a config of any MM package.
+
+Example:
+    python tools/train.py CONFIG --work-dir DIR --resume
+"""
 
 import argparse
 from pathlib import Path
@@ -29,26 +33,28 @@ RUNTIME = Path(__file__).resolve().parents[1] / 'configs' / '_base_' / 'runtime.
 def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument('config')
-    parser.add_argument('--amp', action='store_true', help='automatic mixed precision; on the CPU in bfloat16')
-    parser.add_argument('--auto-scale-lr', action='store_true', help='scale the learning rate by the real batch size')
+    parser.add_argument('--amp', action='store_true', help='use automatic mixed precision, in bfloat16 on the CPU')
+    parser.add_argument(
+        '--auto-scale-lr', action='store_true', help='scale the learning rate with the total batch size'
+    )
     parser.add_argument(
         '--resume',
         nargs='?',
         const='auto',
-        help='go on from the newest whole checkpoint in the work dir, or from this one',
+        help='resume from this checkpoint, or from the newest complete one in the work directory',
     )
     parser.add_argument(
         '--weights',
         metavar='FILE',
-        help='start from these weights, all counters at 0; with --resume, if there is nothing to go on from',
+        help='start a new training from these weights; with --resume, only if there is nothing to resume',
     )
     parser.add_argument(
         '--dry-run',
         action='store_true',
-        help='build everything, train and validate a few steps, report memory and time, leave nothing behind',
+        help='only train and validate a few steps, and print the memory and time that the whole run needs',
     )
     parser.add_argument(
-        '--as-written', action='store_true', help='add nothing of configs/_base_/runtime.py to a config without it'
+        '--as-written', action='store_true', help='do not add configs/_base_/runtime.py to a config without it'
     )
     add_common_options(parser)
     return parser.parse_args(arguments)
@@ -70,7 +76,7 @@ def configure(args: argparse.Namespace) -> Config:
     if args.weights and not cfg.get('resume'):
         add_hook(cfg, type='StartFromWeightsHook')
     if 'optimizer' in cfg.optim_wrapper:
-        class_of(cfg.optim_wrapper.optimizer, OPTIMIZERS)  # mmengine would not say which name is wrong
+        class_of(cfg.optim_wrapper.optimizer, OPTIMIZERS)  # fails early with the name of an unknown optimizer
     if not args.as_written:
         for line in add_runtime(cfg, RUNTIME):
             print(f'{RUNTIME.name}: {line}')
@@ -106,7 +112,7 @@ def main(arguments: list[str] | None = None) -> None:
         try:
             run(args)
         except KeyboardInterrupt:
-            raise KeyboardInterrupt('stopped; --resume goes on from the last checkpoint.') from None
+            raise KeyboardInterrupt('stopped; use --resume to continue from the last checkpoint.') from None
     leave_together()
 
 

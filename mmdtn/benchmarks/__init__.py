@@ -1,1 +1,1 @@
-"""Measurements of the DTN layer: time, memory traffic, host time, and what its GPU kernels are compiled to."""
+"""Benchmarks of the DTN layer: time, memory traffic, host time, and the machine code of the GPU kernels."""

@@ -1,9 +1,15 @@
-"""A floor under the time of each kernel on a GPU, from its machine code. Needs no GPU.
+"""Lower bounds for the time of each GPU kernel, computed from its machine code. No GPU is needed.
 
-A kernel takes at least as long as each of these: its tensors are read and written once; its instructions are issued,
-one a cycle by each of the four schedulers of a multiprocessor; its products go through the tensor cores; its exchanges
-go through shared memory; one program runs alone. Loops are found in the code, and their trip counts follow from the
-sizes. Latency, caches and imbalance come on top, so only a GPU tells the time.
+A kernel takes at least as long as each of the following:
+
+- reading and writing its tensors once
+- issuing its instructions, one per cycle on each of the four schedulers of a multiprocessor
+- computing its products on the tensor cores
+- exchanging its values through shared memory
+- running one program alone
+
+The loops are found in the machine code, and their trip counts follow from the sizes. Latency, caches and imbalance add
+to these bounds, so only a measurement on a GPU gives the real time.
 """
 
 import re
@@ -14,22 +20,22 @@ from torch import Tensor
 
 from .no_gpu import Binary, Launch, Layer, launches
 
-SCHEDULERS = 4  # of a multiprocessor, each with one tensor core
-MMA_CYCLES = 8  # of one HMMA.1688.F32.TF32 on one tensor core
-REGISTERS, THREADS, PROGRAMS = 65536, 2048, 32  # of a multiprocessor
+SCHEDULERS = 4  # schedulers of a multiprocessor, each with one tensor core
+MMA_CYCLES = 8  # cycles of one HMMA.1688.F32.TF32 instruction on one tensor core
+REGISTERS, THREADS, PROGRAMS = 65536, 2048, 32  # resources of a multiprocessor
 
 
 class Gpu(NamedTuple):
     arch: int
     multiprocessors: int
     clock: float  # Hz
-    bandwidth: float  # bytes a second
-    shared_memory: int  # bytes of a multiprocessor
+    bandwidth: float  # bytes per second
+    shared_memory: int  # bytes per multiprocessor
 
 
 GPUS = dict(A100=Gpu(80, 108, 1.41e9, 1.94e12, 164 << 10), H100=Gpu(90, 132, 1.755e9, 3.35e12, 228 << 10))
 
-# What each kernel reads and writes, by the names of its memory; twice what it reads and writes.
+# Tensors that each kernel reads and writes. A tensor that is read and written is listed twice.
 TOUCHED = {
     '_axes': 'P moments',
     '_statistics': 'x of_tokens cells',
@@ -45,13 +51,13 @@ TOUCHED = {
 
 
 class Kernel(NamedTuple):
-    """Microseconds that a launch takes at least, by what it waits for, and what its code needs."""
+    """Resource usage of a kernel launch, and lower bounds for its time in microseconds."""
 
     name: str
     programs: int
-    barriers: int  # of one program, as it runs
+    barriers: int  # barriers that one program executes
     registers: int
-    occupancy: float  # share of a multiprocessor's threads
+    occupancy: float  # share of a multiprocessor's threads that are in use
     moves: float
     issues: float
     multiplies: float
@@ -64,12 +70,15 @@ class Kernel(NamedTuple):
 
 
 def floors(gpu: Gpu, layer: Layer) -> list[Kernel]:
-    """Of all launches of a forward and a backward pass."""
+    """Returns the lower bounds of all launches in a forward and a backward pass."""
     return [_kernel(gpu, layer, launch) for launch in launches(gpu.arch, layer)]
 
 
 def layernorm_floor(gpu: Gpu, layer: Layer) -> float:
-    """Microseconds of LayerNorm, forward and backward, where only bytes count: five times its input."""
+    """Returns a lower bound for LayerNorm, forward and backward, in microseconds.
+
+    LayerNorm is limited by memory traffic, and moves five times the bytes of its input.
+    """
     x = layer.tensors().x
     return 5 * x.nbytes / gpu.bandwidth * 1e6
 
@@ -78,7 +87,7 @@ def _kernel(gpu: Gpu, layer: Layer, launch: Launch) -> Kernel:
     code = Binary(launch.binary)
     runs = _counts(code.sass, _trip_counts(layer, launch))
     programs = launch.grid[0] * launch.grid[1] * launch.grid[2]
-    seconds = launch.warps / gpu.multiprocessors / gpu.clock * 1e6  # of a cycle of each warp of a program
+    seconds = launch.warps / gpu.multiprocessors / gpu.clock * 1e6  # microseconds of one cycle of all warps
     resident = min(
         REGISTERS // (code.usage['REG'] * launch.warps * 32),
         gpu.shared_memory // (launch.shared + 1024),
@@ -122,7 +131,10 @@ def _tensors(value: Any) -> list[Tensor]:
 
 
 def _trip_counts(layer: Layer, launch: Launch) -> dict[int, list[int]]:
-    """By the number of loops in the code, which compilers may merge: how often each runs, in order."""
+    """Returns how often each loop in the code runs, in order.
+
+    The key is the number of loops, because a compiler may merge loops.
+    """
     S = layer.settings.pool_size
     h, w, K = -(-layer.height // S), -(-layer.width // S), layer.heads
     down, along = -(-h // 16), -(-w // 16)
@@ -144,7 +156,7 @@ def _trip_counts(layer: Layer, launch: Launch) -> dict[int, list[int]]:
 
 
 def _counts(sass: str, trip_counts: dict[int, list[int]]) -> dict[str, int]:
-    """How many instructions of each kind one warp of a program runs."""
+    """Counts the instructions of each kind that one warp of a program executes."""
     instructions: list[str] = []
     labels: dict[str, int] = {}
     branches: list[tuple[str, int]] = []
@@ -157,13 +169,13 @@ def _counts(sass: str, trip_counts: dict[int, list[int]]) -> dict[str, int]:
             if jump := re.search(r'`\((\.L_\w+)\)', match[2]):
                 branches.append((jump[1], len(instructions)))
             instructions.append(match[1])
-    ends: dict[int, int] = {}  # of loops, by where they begin: branches that lead back
+    ends: dict[int, int] = {}  # the last backward branch of each loop, by the start of the loop
     for target, at in branches:
         if labels.get(target, at) <= at - 20 and instructions[at].startswith('BRA'):
             ends[labels[target]] = max(at, ends.get(labels[target], 0))
     loops = sorted(ends.items())
     if len(loops) not in trip_counts:
-        raise RuntimeError(f'The code has {len(loops)} loops, where {sorted(trip_counts)} are expected.')
+        raise RuntimeError(f'The code has {len(loops)} loops, but expected one of {sorted(trip_counts)}.')
     counts = dict.fromkeys(('all', 'BAR', 'HMMA', 'shared'), 0)
     for i, instruction in enumerate(instructions):
         times = 1

@@ -1,4 +1,4 @@
-"""What a GPU says of the DTN kernels: the time and the registers of each, and the layers' times next to LayerNorm's."""
+"""Reports times and registers of the DTN kernels on a GPU, and compares the layers with LayerNorm."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -11,12 +11,12 @@ from mmdtn.ops import Settings, Tensors, dtn_triton
 from . import host, timing
 
 RUNS = 20
-# Batch, height, width, channels, heads, pool size: PVT-Tiny on ImageNet and COCO, ViT-S*.
+# Layers of PVT-Tiny on ImageNet and COCO, and of ViT-S*, as (batch size, height, width, channels, heads, pool size).
 LAYERS = [(128, 56, 56, 64, 4, 4), (2, 200, 336, 64, 4, 4), (2, 50, 84, 320, 5, 1), (128, 14, 14, 432, 9, 1)]
 
 
 def report(device: torch.device) -> Iterator[str]:
-    """The lines of a report."""
+    """Yields the lines of the report."""
     for layer in LAYERS:
         for dtype in (torch.float32, torch.float16):
             yield from kernel_lines(device, layer, dtype)
@@ -24,13 +24,13 @@ def report(device: torch.device) -> Iterator[str]:
     for shape in timing.SHAPES:
         for name, row in timing.measure(shape, repeats=15, dtype=torch.float32)['layers'].items():
             yield f'  {shape} {name:10} {row["forward_backward_ms"]:8.3f} ms, {row["over_layernorm"]:6.2f}x LayerNorm'
-    yield 'Host time of a layer and training step'
+    yield 'Host time of a layer in a training step'
     for name, (_, both) in host.measure().items():
         yield f'  {name:10} {both:6.0f} us'
 
 
 def kernel_lines(device: torch.device, layer: tuple[int, ...], dtype: torch.dtype) -> Iterator[str]:
-    """One line for each kernel of a forward and a backward pass."""
+    """Yields a line for each kernel of a forward and a backward pass."""
     B, H, W, C, K, pool_size = layer
     s, x = Settings(pool_size), torch.randn(B, H, W, C, device=device, dtype=dtype)
     weight, mix = torch.ones(C, device=device), torch.full((K,), 0.5, device=device)
@@ -49,7 +49,7 @@ def kernel_lines(device: torch.device, layer: tuple[int, ...], dtype: torch.dtyp
 
 
 def _microseconds(step: Any) -> dict[str, float]:
-    """The time of each kernel in one step."""
+    """Returns the time of each kernel in one step, in microseconds."""
     step()
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
         for _ in range(RUNS):

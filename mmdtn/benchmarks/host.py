@@ -1,7 +1,7 @@
-"""Host time: how long Python and the launchers take for a layer, while the GPU computes or waits.
+"""Measures host time: how long Python and the launchers take for a layer, while the GPU computes or waits.
 
-On a machine with a GPU small layers run on it, without waiting for it. On others Triton's own launcher runs on a driver
-library that does nothing, and torch's operators run on the CPU.
+With a GPU, small layers run on it without synchronisation. Without a GPU, Triton's launcher runs on a driver library
+that does nothing, and the operators of torch run on the CPU.
 """
 
 import ctypes
@@ -20,7 +20,7 @@ from torch import nn
 from mmdtn.norms import DTN
 from mmdtn.ops import dtn_triton, triton_check
 
-# Height, width, channels, heads, pool size: one layer for each set of kernels.
+# One layer for each set of kernels, as (height, width, channels, heads, pool size).
 LAYERS = {'small': (4, 4, 8, 2, 1), 'large': (17, 3, 8, 2, 1), 'pooled': (5, 7, 8, 2, 2)}
 DRIVER = """
 #include <stdint.h>
@@ -52,7 +52,7 @@ int cuLaunchKernelEx(const void *config, void *function, void **arguments, void 
 
 @contextmanager
 def idle_driver() -> Iterator[None]:
-    """Lets CPU tensors take the way of CUDA tensors, up to a driver that launches nothing."""
+    """Makes CPU tensors take the code path of CUDA tensors, with a driver that launches nothing."""
     import triton
     from triton.backends.nvidia.driver import CudaDriver, CudaLauncher, CudaUtils
 
@@ -70,14 +70,14 @@ def idle_driver() -> Iterator[None]:
     with tempfile.TemporaryDirectory() as folder:
         source, library = Path(folder, 'driver.c'), Path(folder, 'libcuda.so.1')
         source.write_text('#include <stddef.h>\n' + DRIVER)
-        named = '-Wl,-soname,libcuda.so.1'  # libraries that are loaded later find it by this name
+        named = '-Wl,-soname,libcuda.so.1'  # libraries loaded later find it by this name
         subprocess.run(['gcc', '-shared', '-fPIC', '-w', named, '-o', library, source], check=True)
         Path(folder, 'libcuda.so').symlink_to(library)
         ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
         cache = dict(TRITON_LIBCUDA_PATH=folder, TRITON_CACHE_DIR=f'{folder}/cache')
         with mock.patch.dict(os.environ, cache):
             triton.runtime.driver.set_active(Idle())
-            # No public way sends a CPU tensor to the GPU's back end, and none should.
+            # There is no public option that sends CPU tensors to the GPU back end, because users do not need one.
             with (
                 mock.patch.object(dtn_triton, 'DEVICE', 'cpu'),
                 mock.patch.object(triton_check, 'works', lambda device: True),
@@ -87,11 +87,14 @@ def idle_driver() -> Iterator[None]:
 
 
 def microseconds(run: Callable[[], object], repeats: int = 400) -> float:
-    """The time that one run takes in nine of ten cases at least: other work on the machine only adds to it."""
+    """Returns the 10th percentile of the run time in microseconds.
+
+    Other processes on the machine can only make runs slower, so low percentiles are more reliable than the mean.
+    """
     times = []
     for i in range(repeats):
         if i % 50 == 0 and torch.cuda.is_available():
-            torch.cuda.synchronize()  # or else the queue of launches fills up, and the host waits
+            torch.cuda.synchronize()  # otherwise the launch queue fills up, and the host waits
         start = time.perf_counter()
         run()
         times.append(time.perf_counter() - start)
@@ -99,7 +102,7 @@ def microseconds(run: Callable[[], object], repeats: int = 400) -> float:
 
 
 def measure() -> dict[str, tuple[float, float]]:
-    """Microseconds of a forward pass, and of a forward and a backward pass, for each layer and for LayerNorm."""
+    """Returns the host time of a forward pass, and of a forward and backward pass, for each layer and for LayerNorm."""
     device = 'cuda' if torch.cuda.is_available() else 'cpu'
     results = {}
     with nullcontext() if device == 'cuda' else idle_driver():

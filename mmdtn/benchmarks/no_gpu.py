@@ -1,6 +1,6 @@
-"""Stands in for a GPU: Triton compiles for it, and launches nothing.
+"""Triton driver that stands in for a GPU. Triton compiles kernels for this driver, but launches nothing.
 
-``dtn_triton.forward`` and ``backward`` run on CPU tensors. Everything else happens as on a GPU, so the kernels, their
+``dtn_triton.forward`` and ``backward`` run on CPU tensors. Everything else works as on a GPU, so the kernels, their
 constants and their arguments are those of a real call.
 """
 
@@ -21,7 +21,7 @@ from triton.backends.driver import DriverBase
 
 from mmdtn.ops import Settings, Tensors, dtn_triton
 
-# Shared memory, in bytes, that one program can have. NVIDIA's compute capabilities, AMD's architectures.
+# Shared memory of one program in bytes, by compute capability (NVIDIA) or architecture (AMD).
 SHARED_MEMORY: dict[int | str, int] = {
     **{75: 64 << 10, 80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10},
     **{'gfx90a': 64 << 10, 'gfx942': 64 << 10},
@@ -30,7 +30,7 @@ TOOLS = Path(triton.__file__).parent / 'backends/nvidia/bin'
 
 
 class Layer(NamedTuple):
-    """One call of a layer."""
+    """Sizes, settings and dtypes of a DTN layer."""
 
     batch: int
     height: int
@@ -38,7 +38,7 @@ class Layer(NamedTuple):
     channels: int
     heads: int
     settings: Settings
-    dtypes: tuple[torch.dtype, torch.dtype] = (torch.float32, torch.float32)  # of the input and of the output
+    dtypes: tuple[torch.dtype, torch.dtype] = (torch.float32, torch.float32)  # dtypes of the input and the output
 
     def tensors(self) -> Tensors:
         K, C = self.heads, self.channels
@@ -47,7 +47,7 @@ class Layer(NamedTuple):
 
 
 class Launch(NamedTuple):
-    """One launch of a compiled kernel."""
+    """Launch of a compiled kernel."""
 
     name: str
     grid: tuple[int, int, int]
@@ -61,7 +61,7 @@ _numbers = itertools.count()
 
 
 class NoGPU(DriverBase):
-    """What Triton asks its driver for."""
+    """Triton driver that compiles for a given architecture and records launches."""
 
     def __init__(self, arch: int | str) -> None:
         self.arch, self.utils, self.number = arch, self, next(_numbers)
@@ -86,7 +86,7 @@ class NoGPU(DriverBase):
         raise RuntimeError('There is no GPU to measure on.')
 
     def get_current_device(self) -> int:
-        return self.number  # kernels are cached by device: each of these drivers compiles for itself
+        return self.number  # kernels are cached by device, so that each driver compiles its own
 
     def get_current_stream(self, device: int) -> int:
         return 0
@@ -96,7 +96,7 @@ class NoGPU(DriverBase):
 
     def launcher_cls(self, source: Any, metadata: Any) -> Any:
         def launch(x: int, y: int, z: int, stream: int, function: bytes, packed: Any, *rest: Any) -> None:
-            arguments = rest[3:]  # behind metadata and hooks
+            arguments = rest[3:]  # the first three are metadata and hooks
             self.launches.append(
                 Launch(metadata.name, (x, y, z), metadata.num_warps, metadata.shared, function, arguments)
             )
@@ -104,24 +104,27 @@ class NoGPU(DriverBase):
         return launch
 
     def load_binary(self, name: str, binary: bytes, shared: int, device: int) -> tuple:
-        # module, function, registers, spills; since Triton 3.4 also the most threads of a program
+        # Triton expects module, function, registers, spills and, since version 3.4, the maximum number of threads.
         since_3_4 = tuple(map(int, triton.__version__.split('.')[:2])) >= (3, 4)
         return (object(), binary, 0, 0, 1024) if since_3_4 else (object(), binary, 0, 0)
 
 
 @contextmanager
 def no_gpu(arch: int | str) -> Iterator[NoGPU]:
-    """Triton's driver, while the context is entered."""
+    """Replaces the driver of Triton inside the context."""
     driver = NoGPU(arch)
     triton.runtime.driver.set_active(driver)
     try:
         yield driver
     finally:
-        triton.runtime.driver.set_active(None)  # Triton then looks for a real one
+        triton.runtime.driver.set_active(None)  # Triton then looks for a real driver
 
 
 def launches(arch: int | str, layer: Layer) -> list[Launch]:
-    """The launches of a forward and a backward pass, compiled. Raises what the compiler or Triton raises."""
+    """Compiles and returns the launches of a forward and a backward pass.
+
+    Errors of the compiler or of Triton are raised.
+    """
     with no_gpu(arch) as driver:
         t = layer.tensors()
         y, kept = dtn_triton.forward(t, layer.settings, layer.dtypes[1])
@@ -130,7 +133,7 @@ def launches(arch: int | str, layer: Layer) -> list[Launch]:
 
 
 class Binary:
-    """The code of a kernel for an NVIDIA GPU, read by CUDA's tools, which Triton brings along."""
+    """Machine code of a kernel for NVIDIA GPUs, which is read with the CUDA tools of the Triton package."""
 
     def __init__(self, code: bytes) -> None:
         self.code = code
@@ -144,12 +147,12 @@ class Binary:
 
     @cached_property
     def usage(self) -> dict[str, int]:
-        """``REG`` registers of a thread, ``STACK`` bytes that spill, and more."""
+        """Resource usage, such as ``REG``, the registers of a thread, and ``STACK``, the bytes that spill."""
         return {
             name: int(number) for name, number in re.findall(r'([A-Z]+):(\d+)', self._run('cuobjdump', '-res-usage'))
         }
 
     @cached_property
     def sass(self) -> str:
-        """The instructions."""
+        """The instructions as text."""
         return self._run('nvdisasm', '-c')

@@ -1,4 +1,4 @@
-"""Times of the DTN layer, LayerNorm and DTN in plain torch, and what each saves for the backward pass."""
+"""Measures the times of DTN, LayerNorm and DTN in plain torch, and the memory that each saves for the backward pass."""
 
 import os
 import statistics
@@ -12,7 +12,7 @@ from torch import nn
 from mmdtn.analysis import SavedBytes
 from mmdtn.norms import DTN
 
-# B, C, heads, height, width, pool size
+# Layers as (batch size, channels, heads, height, width, pool size).
 SHAPES = [
     (8, 432, 9, 14, 14, 1),
     (8, 64, 4, 56, 56, 4),
@@ -37,12 +37,16 @@ def reference() -> Iterator[None]:
 
 def saved_bytes(layer: nn.Module, x: torch.Tensor) -> int:
     with SavedBytes(layer) as saved:
-        _out = layer(x)  # alive while counted, so that no memory is used twice
+        _out = layer(x)  # the output stays alive, so that no memory is counted twice
     return saved.total
 
 
 def medians(runs: dict[str, Callable[[], object]], repeats: int) -> dict[str, float]:
-    """Milliseconds of each, in rounds, so that what else the machine does falls on all; each warms up in each round."""
+    """Returns the median time of each function in milliseconds.
+
+    The functions take turns in rounds, so that other load on the machine affects all of them. In every round, each
+    function first runs twice for warm-up.
+    """
     times: dict[str, list[float]] = {name: [] for name in runs}
     for a_round in range(ROUNDS):
         for name, run in runs.items():
@@ -71,7 +75,7 @@ def measure(shape: tuple[int, ...], repeats: int, dtype: torch.dtype) -> dict:
         with torch.no_grad():
             layer(x)
 
-    def both_ways(layer: nn.Module) -> None:  # and no more: backward() would add to the gradients of a step before
+    def both_ways(layer: nn.Module) -> None:  # backward() would accumulate gradients
         torch.autograd.grad(layer(x), [x, *layer.parameters()], upstream)
 
     def in_plain_torch(run: Callable[[nn.Module], None]) -> None:

@@ -1,7 +1,7 @@
-"""What DTN's GPU kernels read, write and launch, counted without a GPU.
+"""Counts the memory traffic and the launches of DTN's GPU kernels, without a GPU.
 
-For a kernel of this package, the distinct bytes count that each of its launches reads and writes, as Triton's
-interpreter sees them. For an operator of torch its inputs and outputs count. Views are free.
+Triton's interpreter counts the distinct bytes that each launch of a Triton kernel reads and writes. For operators of
+torch, the bytes of inputs and outputs are counted. Views cost nothing.
 """
 
 import os
@@ -23,26 +23,29 @@ PAGE = 2**22
 
 
 class Traffic(NamedTuple):
-    """Of one direction. Bytes are multiples of the input's."""
+    """Traffic of the forward or the backward pass. Bytes are given as multiples of the size of the input."""
 
     launches: int
-    moved: float  # distinct bytes of each launch, added up
-    asked: float  # bytes that loads and stores ask for; caches answer some
-    temporary: float  # allocated and not returned, as if nothing were freed before the end
+    moved: float  # distinct bytes of each launch, summed
+    asked: float  # bytes of all loads and stores, some of which are cached
+    temporary: float  # bytes of intermediate tensors, if none were freed early
 
 
 class Counter(TorchDispatchMode):
-    """Counts while it is entered; Triton's kernels only where they are interpreted (``TRITON_INTERPRET=1``)."""
+    """Context manager that counts launches and bytes.
+
+    Triton kernels are counted only if ``TRITON_INTERPRET=1`` is set.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.launches, self.moved, self.asked, self.allocated = 0, 0, 0, 0
-        self.seen: dict[tuple[str, int], np.ndarray] = {}  # pages of addresses, of reads and of writes
+        self.seen: dict[tuple[str, int], np.ndarray] = {}  # addresses that were read or written, in pages
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         name = func.overloadpacket.__name__
-        if func.is_view or name in ('set_', 'copy_'):  # the latter two are the interpreter's own
+        if func.is_view or name in ('set_', 'copy_'):  # the interpreter itself calls the last two
             return result
         outputs = _bytes(result)
         self.allocated += outputs
@@ -53,7 +56,7 @@ class Counter(TorchDispatchMode):
         return result
 
     def launch(self) -> None:
-        """Ends the launch before, and begins another."""
+        """Ends the previous launch and begins a new one."""
         self.moved += sum(int(page.sum()) for page in self.seen.values())
         self.seen = {}
 
@@ -64,7 +67,7 @@ class Counter(TorchDispatchMode):
         if addresses.size:
             for page in range(int(addresses.min()) // PAGE, int(addresses.max()) // PAGE + 1):
                 seen = self.seen.setdefault((kind, page), np.zeros(PAGE, np.uint8))
-                seen[addresses[addresses // PAGE == page] % PAGE] = size  # bytes, where an element begins
+                seen[addresses[addresses // PAGE == page] % PAGE] = size  # at the first byte of each element
 
     def __enter__(self) -> 'Counter':
         self._interpreter = _interpreted(self)
@@ -96,7 +99,7 @@ def _interpreted(counter: Counter) -> Iterator[None]:
         counter.launches += 1
         grid(*sizes)
 
-    # The interpreter has no hook: its builder, one object for the process, is the only place that sees every access.
+    # The interpreter has no hooks. Every memory access goes through its builder, which is a single object per process.
     builder.create_masked_load, builder.create_masked_store, builder.set_grid_dim = (
         count_load,
         count_store,
@@ -115,9 +118,9 @@ def _bytes(values: Any) -> int:
 def count_dtn(
     batch: int, height: int, width: int, channels: int, heads: int, pool_size: int, dtype: torch.dtype
 ) -> tuple[Traffic, Traffic, float]:
-    """Forward, backward, and what is saved in between, of a layer whose lambdas are learned."""
+    """Counts the traffic of a layer with learned lambdas in both passes, and the bytes that are saved in between."""
     if os.environ.get('TRITON_INTERPRET') != '1' or dtn_triton.triton is None:
-        raise RuntimeError("Traffic is counted by Triton's interpreter: install triton, and set TRITON_INTERPRET=1.")
+        raise RuntimeError("Counting needs Triton's interpreter: install triton, and set TRITON_INTERPRET=1.")
     return _count_dtn(torch.randn(batch, height, width, channels).to(dtype), heads, Settings(pool_size), dtype)
 
 
@@ -141,9 +144,9 @@ def _count_dtn(x: Tensor, heads: int, settings: Settings, out: torch.dtype) -> t
 
 
 def count_residual(batch: int, height: int, width: int, channels: int, heads: int, pool_size: int) -> dict[str, float]:
-    """Bytes over those of the input, under autocast to float16, forward and backward, of what surrounds a norm.
+    """Counts the bytes that a norm and the operators around it move under float16 autocast, relative to the input.
 
-    That is drop path, the residual sum, the norm, and the casts in front of the next linear layer.
+    The operators are drop path, the residual sum, the norm, and the casts in front of the next linear layer.
     """
     half, full = torch.float16, torch.float32
     x, upstream = (torch.randn(batch, height, width, channels) for _ in range(2))
@@ -165,8 +168,8 @@ def count_residual(batch: int, height: int, width: int, channels: int, heads: in
             upstream, upstream, [channels], mean, rstd, weight, weight, [True] * 3
         )
 
-    casts = count(upstream.half) + count(branch.detach().float)  # of the output, and of its gradient
-    both = count(lambda: upstream + upstream)  # gradients of the residual stream, and through the norm
+    casts = count(upstream.half) + count(branch.detach().float)  # casts of the output and of its gradient
+    both = count(lambda: upstream + upstream)  # adds the gradients of the residual stream and of the norm
     apart = both + count(lambda: torch.autograd.grad(x + branch * mask, (x, branch), upstream))
     fused = both + count(lambda: torch.autograd.grad(torch.addcmul(x, branch, mask), (x, branch), upstream))
     return {
@@ -192,7 +195,10 @@ def _over(unit: int, counter: Counter, returned: int) -> Traffic:
 
 
 def count_backbone(build: Callable[[], nn.Module], shape: tuple[int, ...]) -> tuple[int, int]:
-    """Launches and bytes of a forward pass on ``B x 3 x H x W`` images: of fake CUDA tensors, and of each DTN layer."""
+    """Counts launches and bytes of a forward pass on ``B x 3 x H x W`` images.
+
+    The operators of torch run on fake CUDA tensors, and each DTN layer is counted separately.
+    """
     layers: list[tuple[Any, ...]] = []
 
     class ModelCounter(Counter):
@@ -204,7 +210,7 @@ def count_backbone(build: Callable[[], nn.Module], shape: tuple[int, ...]) -> tu
             return super().__torch_dispatch__(func, types, args, kwargs)
 
     model = build()
-    model.eval()  # which returns nothing in MMDetection's Swin
+    model.eval()  # eval() returns None in MMDetection's Swin
     tensors = dict([*model.named_parameters(), *model.named_buffers()])
     with FakeTensorMode(), torch.device('cuda'), torch.no_grad():
         state = {name: torch.empty(t.shape, dtype=t.dtype) for name, t in tensors.items()}
@@ -213,7 +219,7 @@ def count_backbone(build: Callable[[], nn.Module], shape: tuple[int, ...]) -> tu
             torch.func.functional_call(model, state, (images,))
     launches, moved = counter.launches, counter.moved
     for (H, W, C, heads, pool_size, dtype, nbytes), times in Counts(layers).items():
-        forward, _, _ = count_dtn(1, H, W, C, heads, pool_size, dtype)  # a further image costs what the first does
+        forward, _, _ = count_dtn(1, H, W, C, heads, pool_size, dtype)  # every image costs the same
         launches += times * forward.launches
         moved += times * int(forward.moved * nbytes)
     return launches, moved

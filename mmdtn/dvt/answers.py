@@ -1,4 +1,4 @@
-"""A cascade over a data set: what each exit answers, and how fast images leave early."""
+"""Evaluates a cascade on a dataset: the predictions of all exits, and the speed of early exit."""
 
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -22,10 +22,10 @@ from .classifier import DVT
 
 
 def load_cascade(cfg: Config, checkpoint: str) -> DVT:
-    """The config's model with all weights of a file, published or ours, ready to answer with every exit."""
+    """Builds the cascade of a config, and loads all weights from a published checkpoint or from one of this package."""
     kind = class_of(cfg.model, MODELS)
     if not issubclass(kind, DVT):
-        raise UserError(f'The model of the config is a {kind.__name__}, which has no exits: it has to be a DVT.')
+        raise UserError(f'The model of the config is a {kind.__name__}, which has no exits. Use a config with a DVT.')
     model = build(cfg, init_cfg=None, thresholds=None)
     try:
         state, _ = checkpoints.translate(checkpoints.read(checkpoint), model)
@@ -36,9 +36,16 @@ def load_cascade(cfg: Config, checkpoint: str) -> DVT:
 
 
 def build_loader(cfg: Config, name: str, images: int | None = None, seed: int = 0) -> DataLoader:
-    """Of the data loader that the config has under ``name``, all images in their order, or so many random ones."""
+    """Builds a data loader of the config, which reads the images in the order of the dataset.
+
+    Args:
+        cfg: The config.
+        name: Key of the data loader in the config.
+        images: Number of images to draw at random, or None for all.
+        seed: Seed of the random draw.
+    """
     if name not in cfg:
-        raise UserError(f'The config has no {name}: the ones in configs/dvt have, and say which images it is for.')
+        raise UserError(f'The config has no {name}. See the configs in configs/dvt for examples.')
     settings = dict(cfg[name], sampler=dict(type='DefaultSampler', shuffle=False))
     dataset = DATASETS.build(settings['dataset'])
     dataset.full_init()
@@ -49,7 +56,10 @@ def build_loader(cfg: Config, name: str, images: int | None = None, seed: int = 
 
 
 class Answers(NamedTuple):
-    """Of each exit for each image, ``K x N``: its largest probability, and whether that is of the right class."""
+    """Confidence and correctness of each exit's prediction for each image, as ``K x N`` tensors.
+
+    ``conf`` is the largest probability, and ``hit`` tells whether the class of this probability is correct.
+    """
 
     conf: Tensor
     hit: Tensor
@@ -57,24 +67,28 @@ class Answers(NamedTuple):
 
 @torch.no_grad()
 def answers(model: DVT, loader: Iterable[Any]) -> Answers:
-    """Every exit for every image, whatever the thresholds."""
+    """Runs every exit on every image, whatever the thresholds."""
     model.eval()
     found = [Answers(*_judge(model.logits(images), labels)) for images, labels in _batches(model, loader)]
     return Answers(torch.cat([a.conf for a in found], 1), torch.cat([a.hit for a in found], 1))
 
 
 class Race(NamedTuple):
-    """Leaving early against computing all exits: images a second, and what leaving early answered."""
+    """Speed of all exits and of early exit in images per second, and the accuracy of early exit in percent."""
 
     all_exits: float
     leaving_early: float
     accuracy: float
-    differing: int  # images that took another exit than choosing afterwards, by rounding at a threshold
+    differing: int  # images whose exit differs from exits_taken(), due to rounding near a threshold
 
 
 @torch.no_grad()
 def race(model: DVT, loader: Iterable[Any], thresholds: Tensor) -> list[Race]:
-    """For each row of thresholds; both ways run in turns on the same batches, without loading and preparing images."""
+    """Compares the speed of early exit with that of computing all exits, for each row of thresholds.
+
+    Early exit and full computation take turns on the same batches. The time for loading and preprocessing images is not
+    included.
+    """
     model.eval()
     rows: list[Sequence[float]] = [row[:-1].tolist() for row in thresholds]
     seconds = torch.zeros(len(rows), 2, dtype=torch.double)
@@ -84,9 +98,9 @@ def race(model: DVT, loader: Iterable[Any], thresholds: Tensor) -> list[Race]:
         images_seen += len(images)
         for i, row in enumerate(rows):
             model.thresholds = tuple(row)
-            if first:  # pays for what happens once
+            if first:  # warm-up
                 model.logits(images), model.leave_early(images)
-            all_seconds, logits = _timed(lambda: model.logits(images))  # noqa: B023  # called at once
+            all_seconds, logits = _timed(lambda: model.logits(images))  # noqa: B023  # called immediately
             early_seconds, (scores, numbers) = _timed(lambda: model.leave_early(images))  # noqa: B023
             seconds[i] += torch.tensor([all_seconds, early_seconds])
             conf, _ = _judge(logits, labels)
@@ -102,7 +116,7 @@ def race(model: DVT, loader: Iterable[Any], thresholds: Tensor) -> list[Race]:
 
 
 def _batches(model: DVT, loader: Iterable[Any]) -> Iterable[tuple[Tensor, Tensor]]:
-    """Images on the model's device, labels on the CPU."""
+    """Yields the images of each batch on the model's device, and the labels on the CPU."""
     for batch in loader:
         data = model.data_preprocessor(batch, training=False)
         yield data['inputs'], torch.cat([sample.gt_label for sample in data['data_samples']]).cpu()

@@ -1,8 +1,12 @@
-"""Which thresholds spend how much, and what they earn: functions of tensors.
+"""Finds thresholds for a budget, and computes the accuracy and the cost of thresholds.
 
-``conf``, ``K x N``, is the largest probability of exit k for image n; ``hit``, ``K x N``, whether its answer is right;
-``gflops``, ``K``, the cost of an image that leaves at exit k, all exits before included. A row of thresholds has one
-for each exit: an image leaves at the first exit with ``conf >= threshold``.
+The functions share the following tensors, for K exits and N images:
+
+- ``conf``, ``K x N``: the largest probability of exit k for image n
+- ``hit``, ``K x N``: whether exit k predicts the class of image n correctly
+- ``gflops``, ``K``: the cost of an image that leaves at exit k, including all earlier exits
+
+A row of thresholds has one for each exit. An image leaves at the first exit with ``conf >= threshold``.
 """
 
 import json
@@ -13,23 +17,31 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-NOBODY, EVERYBODY = 1e8, -1e8  # thresholds that no probability reaches, or every one
+NOBODY, EVERYBODY = 1e8, -1e8  # thresholds above and below all probabilities
 
 
 def shares(exits: int, points: int = 59) -> Tensor:
-    """``points x exits``: what part of the images should leave where. In row i - 1 p = i / 20: p^k over their sum."""
+    """Returns the share of images that should leave at each exit, as a ``points x exits`` tensor.
+
+    Row i - 1 is proportional to p^k, with p = i / 20.
+    """
     p = torch.arange(1, points + 1) / 20
-    powers = (p.log()[:, None] * torch.arange(1, exits + 1)).exp()  # to the bit as published: images are counted by it
+    powers = (p.log()[:, None] * torch.arange(1, exits + 1)).exp()  # bitwise the same as in the published code
     return powers / powers.sum(1, keepdim=True)
 
 
 def find_thresholds(conf: Tensor, shares: Tensor) -> Tensor:
-    """``P x K`` thresholds with which ``shares``, ``P x K``, of the images leave at each exit.
+    """Finds ``P x K`` thresholds with which the given shares of the images leave at each exit.
 
-    The surest leave first; equal probabilities leave together. Where too few are left, nobody leaves.
+    The images with the highest confidence leave first. Images with equal confidence leave together. An exit takes no
+    image if fewer images remain than its share.
+
+    Args:
+        conf: The largest probabilities, ``K x N``.
+        shares: P rows with the share of the images for each exit, ``P x K``.
     """
     exits, images = conf.shape
-    wanted = (images * shares.float()).floor().long()  # in float32, as the published thresholds
+    wanted = (images * shares.float()).floor().long()  # the published thresholds were computed in float32
     left = torch.ones(len(shares), images, dtype=torch.bool)
     thresholds = torch.full((len(shares), exits), EVERYBODY, dtype=conf.dtype)
     for k in range(exits - 1):
@@ -43,14 +55,17 @@ def find_thresholds(conf: Tensor, shares: Tensor) -> Tensor:
 
 
 def exits_taken(conf: Tensor, thresholds: Tensor) -> Tensor:
-    """``P x N``: the exit, from 0, at which each image leaves; the last one takes what is left."""
+    """Returns the index of the exit at which each image leaves, as a ``P x N`` tensor.
+
+    The last exit takes all remaining images.
+    """
     leaves = conf >= thresholds[:, :, None]
     leaves[:, -1] = True
     return leaves.int().argmax(1)
 
 
 class Outcome(NamedTuple):
-    """Of each of P rows of thresholds: accuracy in percent, mean GFLOPs, and how many of the images leave where."""
+    """Accuracy in percent, mean GFLOPs, and number of images that leave at each exit, for P rows of thresholds."""
 
     accuracy: Tensor
     gflops: Tensor
@@ -68,17 +83,25 @@ def outcome(conf: Tensor, hit: Tensor, thresholds: Tensor, gflops: Tensor) -> Ou
 def search(
     conf: Tensor, hit: Tensor, gflops: Tensor, budgets: Tensor, also: Tensor | None = None, candidates: int = 1000
 ) -> Tensor:
-    """``P x K``: for each of P budgets of mean GFLOPs, the thresholds that get most images right.
+    """Finds the most accurate thresholds for each of P budgets, and returns ``P x K``.
 
-    Of all combinations of ``candidates`` quantiles of each exit's probabilities, and of the thresholds ``also``,
-    ``Q x K``: what it finds is no worse than these on the same images. Two exits or three; each more would take
-    ``candidates`` times the memory.
+    The search compares all combinations of candidates. The candidates of an exit are quantiles of its confidences, and
+    the thresholds in ``also``. On the given images the result is therefore at least as accurate as ``also``. The search
+    is suitable for two or three exits, because each further exit multiplies the memory by ``candidates``.
+
+    Args:
+        conf: The largest probabilities, ``K x N``.
+        hit: Whether predictions are correct, ``K x N``.
+        gflops: The cost of each exit.
+        budgets: P budgets of mean GFLOPs.
+        also: Further thresholds to compare, ``Q x K``.
+        candidates: Number of quantiles for each exit.
     """
     exits, images = conf.shape
     free = exits - 1
     values = [_candidates(conf[k], candidates, None if also is None else also[:, k]) for k in range(free)]
     sizes = [len(v) for v in values]
-    # Image n leaves at exit k by candidate j if j < reached[k][n].
+    # With candidate j, image n leaves at exit k if j < reached[k][n].
     reached = [torch.searchsorted(v, conf[k], right=True) for k, v in enumerate(values)]
     right = torch.zeros(sizes, dtype=torch.double)
     cost = torch.zeros(sizes, dtype=torch.double)
@@ -90,14 +113,16 @@ def search(
     best = right.flatten()[order].cummax(0).indices
     affordable = torch.searchsorted(by_cost, budgets.double() * images * (1 + 1e-6), right=True) - 1
     if (affordable < 0).any():
-        raise ValueError(f'No image costs less than {gflops[0]:.4g} GFLOPs, but {budgets.min():.4g} are to be enough.')
+        raise ValueError(
+            f'The budget of {budgets.min():.4g} GFLOPs is below the {gflops[0]:.4g} GFLOPs of the first exit.'
+        )
     places = torch.unravel_index(order[best[affordable]], sizes)
     found = [v[i] for v, i in zip(values, places, strict=True)]
     return torch.stack([*found, torch.full_like(budgets, EVERYBODY, dtype=conf.dtype)], 1)
 
 
 def _candidates(conf: Tensor, number: int, also: Tensor | None) -> Tensor:
-    """Thresholds in rising order, from one that everybody reaches to one that nobody does."""
+    """Returns thresholds in ascending order, from one that all images reach to one that no image reaches."""
     distinct = conf.unique()
     if len(distinct) > number:
         distinct = distinct[torch.linspace(0, len(distinct) - 1, number).long()]
@@ -106,10 +131,10 @@ def _candidates(conf: Tensor, number: int, also: Tensor | None) -> Tensor:
 
 
 def _by_candidates(reached: Sequence[Tensor], sizes: Sequence[int], leaves: int, weight: Tensor) -> Tensor:
-    """For each combination of candidates the sum of ``weight`` over images that leave at exit ``leaves``.
+    """Sums ``weight`` over the images that leave at exit ``leaves``, for each combination of candidates.
 
-    A histogram of how many candidates an image reaches at each exit, and sums along its axes: of those who reach a
-    candidate where they leave, of those who do not before.
+    A histogram counts how many candidates each image reaches at each exit. Cumulative sums along the axes then count
+    the images that reach the candidate of exit ``leaves`` and miss those of the earlier exits.
     """
     shape = [size + 1 for size in sizes[: len(reached)]]
     cell = torch.zeros_like(reached[0])
@@ -125,12 +150,20 @@ def _by_candidates(reached: Sequence[Tensor], sizes: Sequence[int], leaves: int,
 
 
 def read_thresholds(file: str | Path, gflops: float, search: str = 'sweep') -> list[float]:
-    """Those of a curve that ``tools/dvt_budget.py`` wrote whose mean GFLOPs are nearest below ``gflops``."""
+    """Reads thresholds from a file of ``tools/dvt_budget.py``.
+
+    Returns the most expensive thresholds whose mean cost is at most ``gflops``.
+
+    Args:
+        file: The JSON file.
+        gflops: Budget of mean GFLOPs.
+        search: Name of the curve: ``'sweep'`` or ``'exact'``.
+    """
     points = json.loads(Path(file).read_text()).get(search)
     if not points:
-        raise ValueError(f'{file} has no curve {search!r}: tools/dvt_budget.py --out writes such files.')
+        raise ValueError(f'{file} has no curve {search!r}. Files with curves are written by tools/dvt_budget.py --out.')
     affordable = [point for point in points if point['gflops'] <= gflops]
     if not affordable:
         least = min(point['gflops'] for point in points)
-        raise ValueError(f'gflops={gflops}: the cheapest thresholds in {file} take {least:.4g} in the mean.')
+        raise ValueError(f'gflops={gflops}: the cheapest thresholds in {file} need {least:.4g} on average.')
     return max(affordable, key=lambda point: point['gflops'])['thresholds']

@@ -1,4 +1,4 @@
-"""Dynamic Vision Transformer: classifiers of one architecture on finer and finer grids, of which an image needs few."""
+"""Dynamic Vision Transformer: a cascade of classifiers on finer and finer grids, with early exit."""
 
 import itertools
 from collections.abc import Sequence
@@ -22,34 +22,39 @@ from .reuse import Upstream
 
 @MODELS.register_module()
 class DVT(BaseModel):
-    """Dynamic Vision Transformer (arXiv 2105.15075): K complete classifiers, run one after another.
+    """Dynamic Vision Transformer (arXiv 2105.15075): a cascade of K complete classifiers, called exits.
 
-    An image leaves at the first exit whose largest probability reaches that exit's threshold, and at the last one
-    otherwise. Later exits cut the image into more tokens, and reuse tokens and attention logits of the exit before.
+    An image leaves at the first exit whose largest probability reaches the threshold of this exit, or else at the last
+    exit. Later exits split the image into more tokens, and reuse tokens and attention logits of the previous exit.
 
     Args:
-        arch: ``'t2t-12' | 't2t-14' | 'deit-s'``, or a dict of the fields of ``ARCHS``; with a name under ``'base'``,
-            only of those that differ from it.
-        num_classes: Classes.
-        grids: Tokens along a side of an image of ``img_size`` at each exit: from one exit to the next as many or more,
-            up to twice as many. Soft splits of T2T-ViT give 7, 10 and 14 tokens along 224 px, patches any number.
-        reuse_features: Each block joins to its tokens 48 channels made of the last tokens of the exit before.
-        reuse_relations: Each block adds to its attention logits what is made of all those of the exit before.
-        norm_cfg: Normaliser of the first ``dtn_layers`` blocks of each exit: ``dict(type='LN')`` is the published
-            model. A class token has no place on the grid: DTN gives it LayerNorm's statistics.
-        dtn_layers: How many blocks of each exit take ``norm_cfg``; None: all.
-        drop_path_rate: Stochastic depth of the last block of each exit.
-        img_size: Side of the images for which positions are held. Images of other sizes get other grids.
-        loss: Of one exit's logits and labels, or scores of classes. None: cross-entropy.
-        loss_weights: For each exit, what its loss counts; None: 1.
-        thresholds: For each exit, or each but the last: the probability at which an image leaves, in prediction.
-            ``dict(file='budget.json', gflops=1.0)`` takes those that ``tools/dvt_budget.py`` found to need that many
-            GFLOPs in the mean. None: every exit answers for every image, and the last one's answer counts.
-        train_cfg: ``augments``: batch augmentations, as ``ImageClassifier`` takes them. ``frozen``: a list of names of
-            parts that are not trained, as they are called within an exit: ``['norm', 'cls_token']``.
-        data_preprocessor: MMPretrain's ``ClsDataPreprocessor`` unless it names another type.
-        init_cfg: ``dict(type='Pretrained', checkpoint=...)`` loads a file of this package or of DVT's authors; with
-            ``heads=False`` all of it but the linear heads.
+        arch: ``'t2t-12' | 't2t-14' | 'deit-s'``, or a dict with the fields of ``ARCHS``. A dict with one of these names
+            under ``'base'`` needs only the fields that differ.
+        num_classes: Number of classes.
+        grids: For each exit, the number of tokens along a side of an image of ``img_size``. Each number is between one
+            and two times the previous one. The soft splits of T2T-ViT give 7, 10 and 14 tokens along 224 px, and
+            patches give any number.
+        reuse_features: Whether each block concatenates its tokens with 48 channels, which are computed from the last
+            tokens of the previous exit.
+        reuse_relations: Whether a function of all attention logits of the previous exit is added to the logits of each
+            block.
+        norm_cfg: Normaliser of the first ``dtn_layers`` blocks of each exit. The published model has
+            ``dict(type='LN')``. DTN uses the statistics of LayerNorm for the class token, which has no position on the
+            grid.
+        dtn_layers: Number of blocks of each exit that use ``norm_cfg``. By default all do.
+        drop_path_rate: Stochastic depth rate of the last block of each exit.
+        img_size: Side of the images that position embeddings are made for. Images of other sizes get other grids.
+        loss: Config of the loss, which takes the logits of one exit, and labels or scores. The default is
+            cross-entropy.
+        loss_weights: Weight of the loss of each exit. The default is 1 for all.
+        thresholds: Probability at which an image leaves in prediction, for each exit or for all but the last.
+            ``dict(file='budget.json', gflops=1.0)`` reads thresholds that need so many GFLOPs on average from a file of
+            ``tools/dvt_budget.py``. By default all exits run for every image, and the last one gives the prediction.
+        train_cfg: ``augments`` has batch augmentations as in ``ImageClassifier``. ``frozen`` lists the parts of an exit
+            that are not trained, such as ``['norm', 'cls_token']``.
+        data_preprocessor: Config of the data preprocessor. The default type is MMPretrain's ``ClsDataPreprocessor``.
+        init_cfg: ``dict(type='Pretrained', checkpoint=...)`` loads a checkpoint of this package or of DVT's authors.
+            With ``heads=False`` the linear heads are not loaded.
 
     Example:
         >>> model = DVT(dict(base='deit-s', width=48, depth=2, num_heads=3), 10, grids=(4, 8), img_size=32)
@@ -64,7 +69,7 @@ class DVT(BaseModel):
         grids: Sequence[int] = (7, 10, 14),
         reuse_features: bool = True,
         reuse_relations: bool = True,
-        norm_cfg: dict = dict(type='LN'),  # noqa: B006  # MM's convention; never written to
+        norm_cfg: dict = dict(type='LN'),  # noqa: B006  # MM's convention; never modified
         dtn_layers: int | None = None,
         drop_path_rate: float = 0.1,
         img_size: int = 224,
@@ -106,9 +111,9 @@ class DVT(BaseModel):
         mode: str = 'tensor',
         exits: int | None = None,
     ) -> Any:
-        """As ``ImageClassifier``: ``mode`` is ``'tensor'``, ``'predict'`` or ``'loss'``.
+        """Runs the model in mode ``'tensor'``, ``'predict'`` or ``'loss'``, like ``ImageClassifier``.
 
-        ``'tensor'`` gives a tuple of the logits ``B x num_classes`` of each exit, or of the first ``exits``.
+        Mode ``'tensor'`` returns a tuple with the logits ``B x num_classes`` of all exits, or of the first ``exits``.
         """
         if mode == 'tensor':
             return self.logits(inputs, exits)
@@ -116,10 +121,10 @@ class DVT(BaseModel):
             return self.predict(inputs, data_samples)
         if mode == 'loss' and data_samples is not None:
             return self.loss(inputs, data_samples)
-        raise ValueError(f"mode={mode!r}: choose 'tensor', 'predict', or with data_samples 'loss'.")
+        raise ValueError(f"mode={mode!r}: choose 'tensor' or 'predict', or 'loss' with data_samples.")
 
     def logits(self, images: Tensor, exits: int | None = None) -> tuple[Tensor, ...]:
-        """Of the first ``exits`` exits, or of all."""
+        """Returns the logits of all exits, or of the first ``exits``."""
         run = self.exits[:exits]
         upstream, out = None, []
         for i in range(len(run)):
@@ -130,14 +135,21 @@ class DVT(BaseModel):
     def run_exit(
         self, number: int, images: Tensor, upstream: Upstream | None, last: bool = False
     ) -> tuple[Tensor, Upstream]:
-        """Exit ``number``, from 0, on images and what the exit before handed on; ``last`` need not hand on all."""
+        """Runs one exit on images and on the output of the previous exit.
+
+        Args:
+            number: Index of the exit, counted from 0.
+            images: Images ``B x 3 x H x W``.
+            upstream: Output of the previous exit, or None for the first exit.
+            last: Whether no further exit runs, so that attention logits are not returned.
+        """
         following = None if last else next(iter(self.exits[number + 1 : number + 2]), None)
         hand_on_relations = following is not None and following.relations is not None
         return self.exits[number](images, upstream, hand_on_relations)
 
     def loss(self, inputs: Tensor, data_samples: list) -> dict[str, Tensor]:
-        """``exit1_loss`` and so on, which mmengine sums."""
-        if 'gt_score' in data_samples[0]:  # of mixed images
+        """Returns the weighted loss of each exit as ``exit1_loss`` and so on. MMEngine sums them."""
+        if 'gt_score' in data_samples[0]:  # scores of mixed images
             target = torch.stack([sample.gt_score for sample in data_samples])
         else:
             target = torch.cat([sample.gt_label for sample in data_samples])
@@ -145,12 +157,13 @@ class DVT(BaseModel):
         return {f'exit{i}_loss': w * self.loss_module(logits, target) for i, (w, logits) in enumerate(losses, 1)}
 
     def predict(self, inputs: Tensor, data_samples: list | None = None) -> list:
-        """Data samples with ``pred_score``, ``pred_label`` and ``exit``, from 1: the one that answered.
+        """Returns data samples with ``pred_score``, ``pred_label`` and ``exit``, the number of the exit counted from 1.
 
-        Without thresholds also ``exit_conf`` and ``exit_label``: each exit's largest probability, and its class.
+        Without thresholds, ``exit_conf`` and ``exit_label`` have the largest probability and the predicted class of
+        each exit.
         """
         if data_samples is None:
-            from mmpretrain.structures import DataSample  # which users of logits alone need not have
+            from mmpretrain.structures import DataSample  # not needed to compute logits
 
             data_samples = [DataSample() for _ in inputs]
         if self.thresholds is None:
@@ -166,7 +179,10 @@ class DVT(BaseModel):
         return data_samples
 
     def leave_early(self, images: Tensor) -> tuple[Tensor, Tensor]:
-        """Probabilities ``B x num_classes`` and number of the exit, from 1, each image run no further than that."""
+        """Returns the probabilities ``B x num_classes``, and the number of the exit, counted from 1, of each image.
+
+        Images that have left do not run through later exits.
+        """
         assert self.thresholds is not None
         scores = images.new_empty(len(images), self.num_classes, dtype=torch.float32)
         numbers = torch.empty(len(images), dtype=torch.long, device=images.device)
@@ -184,9 +200,10 @@ class DVT(BaseModel):
         return scores, numbers
 
     def init_weights(self) -> None:
-        """Linear weights, class tokens and learned positions from a truncated normal, the rest as torch.
+        """Initialises the weights, and then loads the checkpoint of ``init_cfg`` if there is one.
 
-        A pretrained file takes the place of what it has: with ``heads=False`` of all but the heads.
+        Linear weights, class tokens and learned positions are drawn from a truncated normal distribution. Other
+        parameters keep torch's initialisation. With ``heads=False`` the heads are not loaded.
         """
         for name, parameter in self.named_parameters():
             if name.endswith(('.cls_token', '.pos_embed')):
@@ -224,18 +241,18 @@ class DVT(BaseModel):
 
 
 def thresholds_of(said: Sequence[float] | dict | None, exits: int) -> tuple[float, ...] | None:
-    """One for each exit but the last, at which every image leaves."""
+    """Converts the argument ``thresholds`` to one value for each exit but the last, where all images leave."""
     if said is None:
         return None
     values = read_thresholds(**said) if isinstance(said, dict) else list(said)
     if len(values) not in (exits - 1, exits):
-        raise ValueError(f'thresholds={values}: {exits} exits need {exits - 1}, the last one takes every image.')
+        raise ValueError(f'thresholds={values}: {exits} exits need {exits - 1}, as the last takes every image.')
     return tuple(float(value) for value in values[: exits - 1])
 
 
 def _with_augments(data_preprocessor: dict | None, train_cfg: dict) -> dict | None:
     if data_preprocessor is None and 'augments' not in train_cfg:
-        return None  # a model for logits, which works without MMPretrain
+        return None  # computing logits does not need MMPretrain
     said = dict(data_preprocessor or {})
     said.setdefault('type', 'mmpretrain.ClsDataPreprocessor')
     if 'augments' in train_cfg:
@@ -245,10 +262,10 @@ def _with_augments(data_preprocessor: dict | None, train_cfg: dict) -> dict | No
 
 def _check(arch: dict, grids: Sequence[int], dtn_layers: int | None, loss_weights: Sequence[float] | None) -> None:
     if arch['family'] not in FAMILIES:
-        raise ValueError(f'arch: family={arch["family"]!r} is none of {list(FAMILIES)}.')
+        raise ValueError(f'arch: family={arch["family"]!r} is not one of {list(FAMILIES)}.')
     if not grids or any(not coarse <= fine <= 2 * coarse for coarse, fine in itertools.pairwise(grids)):
-        raise ValueError(f'grids={tuple(grids)}: each has to be as fine as the one before, up to twice as fine.')
+        raise ValueError(f'grids={tuple(grids)}: each number has to be between one and two times the previous one.')
     if dtn_layers is not None and not 0 <= dtn_layers <= arch['depth']:
-        raise ValueError(f'dtn_layers={dtn_layers} is not within the {arch["depth"]} blocks of an exit.')
+        raise ValueError(f'dtn_layers={dtn_layers} is not between 0 and the {arch["depth"]} blocks of an exit.')
     if loss_weights is not None and len(loss_weights) != len(grids):
-        raise ValueError(f'loss_weights={list(loss_weights)}: there are {len(grids)} exits.')
+        raise ValueError(f'loss_weights={list(loss_weights)}: give one for each of the {len(grids)} exits.')

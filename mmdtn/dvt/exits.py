@@ -1,4 +1,4 @@
-"""One classifier of the cascade."""
+"""Exits of a cascade, each of which is a complete classifier."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -28,7 +28,7 @@ ARCHS = {
 
 
 class Family(NamedTuple):
-    """What models of one origin share, whatever their size."""
+    """Settings that architectures of one family share, whatever their size."""
 
     stem: Any
     eps: float
@@ -40,14 +40,14 @@ FAMILIES = {'t2t': Family(t2t_stem, 1e-5, False, False), 'deit': Family(PatchSte
 
 
 class Reuse(NamedTuple):
-    """What an exit takes from the one before it."""
+    """Selects the outputs of the previous exit that an exit reuses."""
 
     features: bool = False
     relations: bool = False
 
 
 class RelationAttention(nn.Module):
-    """Self-attention that adds logits to its own, and can hand them on."""
+    """Self-attention that can add given logits to its own, and can return the sum."""
 
     def __init__(self, channels: int, num_heads: int, qkv_bias: bool) -> None:
         super().__init__()
@@ -58,7 +58,13 @@ class RelationAttention(nn.Module):
         self.proj = nn.Linear(channels, channels)
 
     def forward(self, x: Tensor, added: Tensor | None, hand_on: bool) -> tuple[Tensor, Tensor | None]:
-        """``x`` is ``B x T x C``, ``added`` and the second output, there if ``hand_on``, ``B x heads x T x T``."""
+        """Returns the output, and the attention logits if ``hand_on`` is set.
+
+        Args:
+            x: Tokens ``B x T x C``.
+            added: Logits to add, ``B x heads x T x T``, or None.
+            hand_on: Whether to return the attention logits, ``B x heads x T x T``.
+        """
         q, k, v = self.qkv(x).unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
         logits = None
         if hand_on:
@@ -71,7 +77,7 @@ class RelationAttention(nn.Module):
 
 
 class ExitBlock(nn.Module):
-    """A pre-norm block; with feature reuse its second norm and MLP take ``EMBEDDED`` more channels."""
+    """Pre-norm transformer block. With feature reuse, its second norm and its MLP take ``EMBEDDED`` more channels."""
 
     def __init__(
         self, arch: dict[str, Any], norm_cfg: dict[str, Any], place: Place, drop_path: float, reuse_features: bool
@@ -93,27 +99,28 @@ class ExitBlock(nn.Module):
         x = add_branch(x, out, self.drop_path)
         joined = x
         if self.features is not None:
-            assert upstream is not None  # only a first exit has none, and it reuses nothing
+            assert upstream is not None  # only the first exit has none, and it has no feature reuse
             joined = torch.cat((x, self.features(upstream, grid)), -1)
         return add_branch(x, self.mlp(_normalise(self.norm2, joined, grid)), self.drop_path), logits
 
 
 def _normalise(norm: nn.Module, x: Tensor, grid: Grid) -> Tensor:
-    """``norm(x)`` for linear layers. The class token, in front, has no place on the grid."""
+    """Normalises tokens for a linear layer. The class token is the first token, and has no position on the grid."""
     return norm(x, grid, num_prefix_tokens=1, feeds_autocast=True) if isinstance(norm, DTN) else norm(x)
 
 
 class Exit(nn.Module):
-    """``B x 3 x H x W``, and what the exit before hands on, to logits ``B x num_classes`` and what this one hands on.
+    """Classifier of a cascade, which returns logits and the output that the next exit reuses.
 
     Args:
-        arch: The fields of ``ARCHS``.
-        num_classes: Classes.
-        grid: Tokens along a side of images of ``img_size``.
-        img_size: Side for which positions are held; other images get others.
-        norm_cfgs: The normaliser of each block. All other norms are LayerNorm.
-        drop_path_rate: Stochastic depth of the last block.
-        reuse: What is taken from the exit before.
+        arch: Dict with the fields of ``ARCHS``.
+        num_classes: Number of classes.
+        grid: Number of tokens along a side of an image of ``img_size``.
+        img_size: Side of the images that position embeddings are made for. Other images get interpolated or recomputed
+            ones.
+        norm_cfgs: Normaliser of each block. All other norms are LayerNorm.
+        drop_path_rate: Stochastic depth rate of the last block.
+        reuse: Which outputs of the previous exit are reused.
     """
 
     def __init__(
@@ -161,11 +168,11 @@ class Exit(nn.Module):
         return self.head(self.norm(x[:, 0])), Upstream(x, grid, torch.cat(logits, 1) if logits else None)
 
     def _added_logits(self, upstream: Upstream | None, grid: Grid) -> Callable[[int], Tensor | None]:
-        """By the number of a block: what is added to its attention logits."""
+        """Returns a function that computes, for the index of a block, the logits to add to its attention."""
         relations = self.relations
         if relations is None:
             return lambda layer: None
-        assert upstream is not None and upstream.relations is not None  # the exit before was asked to hand them on
+        assert upstream is not None and upstream.relations is not None  # requested from the previous exit
         hidden, source = relations.hidden(upstream.relations), upstream.grid
         return lambda layer: light_checkpoint(lambda h: relations.added(h, layer, source, grid), hidden)
 

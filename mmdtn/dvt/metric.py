@@ -1,4 +1,4 @@
-"""Accuracy of each exit of a cascade."""
+"""Metric that computes the accuracy of each exit of a cascade."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,16 +11,18 @@ from torch import Tensor
 
 @METRICS.register_module()
 class ExitAccuracy(BaseMetric):
-    """Top-1 of each exit of a :class:`DVT`, top-5 and loss of the last, in percent but for the loss.
+    """Computes the accuracy of each exit of a :class:`DVT` in percent.
 
-    ``exit1/top1`` and so on; ``accuracy/top1`` is that of the last, as MMPretrain calls it. Of a model with thresholds,
-    whose images leave early: ``accuracy/top1`` of the answers, the share of images ``exit1/share`` that left at each
-    exit, and with ``gflops`` their mean.
+    Without thresholds, ``exit1/top1`` and so on are the accuracies of the exits. ``accuracy/top1``, ``accuracy/top5``
+    and ``accuracy/loss`` belong to the last exit.
+
+    With thresholds, images leave early, and ``accuracy/top1`` is the accuracy of the predictions. ``exit1/share`` and
+    so on are the shares of the images that leave at each exit, and ``gflops`` is their mean cost.
 
     Args:
-        gflops: For each exit, the cost of an image that leaves there, as ``tools/analysis_tools/get_flops.py`` has it.
-        collect_device: ``'cpu'`` or ``'gpu'``: where processes bring their results together.
-        prefix: Put in front of all names.
+        gflops: The cost of an image that leaves at each exit, as ``tools/analysis_tools/get_flops.py`` prints it.
+        collect_device: Device on which the results of all processes are collected, ``'cpu'`` or ``'gpu'``.
+        prefix: Prefix of all metric names.
     """
 
     def __init__(
@@ -60,7 +62,7 @@ class ExitAccuracy(BaseMetric):
 
 
 def confidences(results: Sequence[dict]) -> tuple[Tensor, Tensor]:
-    """``conf`` and ``hit`` as :mod:`mmdtn.dvt.budget` takes them, ``K x N``, from the results of an evaluation."""
+    """Returns ``conf`` and ``hit``, ``K x N``, for the functions of :mod:`mmdtn.dvt.budget`."""
     return torch.stack([r['conf'] for r in results], 1), torch.stack([r['hits'] for r in results], 1)
 
 

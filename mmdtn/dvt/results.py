@@ -1,4 +1,4 @@
-"""The curve of a cascade: what the published files store of it, and what is written and printed here."""
+"""Reads, formats and writes the accuracy of a cascade as a function of its cost."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,10 +17,15 @@ STORED = ('flops', 'anytime_classification', 'dynamic_threshold', 'budgeted_batc
 
 @dataclass
 class BudgetCurve:
-    """P rows of ``thresholds``, ``P x K``, and of each the mean GFLOPs and the accuracy in percent.
+    """Mean GFLOPs and accuracy in percent for each of P rows of thresholds.
 
-    ``gflops`` and ``anytime`` are of the K exits: what an image costs that leaves there, and their accuracies if all
-    do. ``left``, ``P x K``, says how many images left where; stored curves do not have it.
+    Args:
+        gflops: The cost of each exit, if all images leave there.
+        anytime: The accuracy of each exit, if all images leave there.
+        thresholds: The thresholds, ``P x K``.
+        mean_gflops: The mean cost of each row.
+        accuracy: The accuracy of each row.
+        left: Number of images that leave at each exit, ``P x K``. Curves in published files do not have it.
     """
 
     gflops: list[float]
@@ -40,11 +45,11 @@ class BudgetCurve:
 
     @classmethod
     def stored(cls, checkpoint: dict[str, Any], file: str) -> 'BudgetCurve':
-        """What a published file holds beside its weights."""
+        """Reads the curve that a published checkpoint stores next to its weights."""
         if missing := [key for key in STORED if key not in checkpoint]:
             raise ValueError(
-                f'{file} has no {", ".join(missing)}: it holds no stored results. --mode 2 finds thresholds, and '
-                '--publish writes a file with all of it.'
+                f'{file} has no {", ".join(missing)}: the checkpoint has no stored results. Use --mode 2 to '
+                'find thresholds, and --publish to write a checkpoint with results.'
             )
         gflops, accuracy = checkpoint['budgeted_batch_classification']
         return cls(
@@ -56,7 +61,10 @@ class BudgetCurve:
         )
 
     def by_chance(self) -> list[float]:
-        """The accuracy of each row if as many images left at each exit, but chosen at random; if it has ``left``."""
+        """Returns the accuracy of each row if the images that leave at each exit were drawn at random.
+
+        The list is empty if the curve has no ``left``.
+        """
         return [] if self.left is None else (self._shares() @ torch.tensor(self.anytime, dtype=torch.double)).tolist()
 
     def _shares(self) -> Tensor:
@@ -64,7 +72,7 @@ class BudgetCurve:
         return self.left.double() / self.left.sum(1, keepdim=True)
 
     def points(self) -> list[dict[str, Any]]:
-        """For JSON, in the order of the rows."""
+        """Returns the rows as dicts for JSON."""
         out = []
         for i, (row, gflops, accuracy) in enumerate(
             zip(self.thresholds.tolist(), self.mean_gflops, self.accuracy, strict=True)
@@ -76,7 +84,7 @@ class BudgetCurve:
         return out
 
     def table(self, rows: int = 12) -> str:
-        """Some of the rows, evenly spread."""
+        """Formats some evenly spaced rows as a table."""
         exits = len(self.gflops)
         heads = ''.join(f'exit {k} at'.rjust(12) for k in range(1, exits))
         lines = [f'GFLOPs   top-1   {heads}' + '   left at each; top-1 if at random' * (self.left is not None)]
@@ -92,7 +100,7 @@ class BudgetCurve:
 
 
 def published_file(model: DVT, curve: BudgetCurve) -> dict[str, Any]:
-    """All that a published file holds: weights under the authors' names, and the curve."""
+    """Returns the content of a published checkpoint: weights with the names that the authors use, and the curve."""
     return dict(
         model_state_dict={key: value.cpu().clone() for key, value in to_dvt(model).items()},
         flops=curve.gflops,

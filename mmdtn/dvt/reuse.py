@@ -1,4 +1,4 @@
-"""What an exit takes from the exit before it: tokens of its last block, and attention logits of all its blocks."""
+"""Modules that reuse the previous exit: the tokens of its last block, and the attention logits of all its blocks."""
 
 from typing import NamedTuple
 
@@ -8,13 +8,16 @@ from timm.layers import Mlp
 from torch import Tensor, nn
 
 Grid = tuple[int, int]
-HIDDEN, EMBEDDED = 128, 48  # channels of the MLP that makes features of tokens
+HIDDEN, EMBEDDED = 128, 48  # hidden and output channels of the MLP that computes features
 
 
 class Upstream(NamedTuple):
-    """An exit's end: tokens ``B x M x D`` before its final norm, the class token first, on ``grid``, M - 1 = h w.
+    """Output of an exit that the next exit reuses.
 
-    ``relations`` are the attention logits ``B x L H x M x M`` of its L blocks and H heads, with what was added to them.
+    Args:
+        tokens: Tokens ``B x M x D`` before the final norm, with the class token first.
+        grid: Height and width of the grid of the other M - 1 tokens.
+        relations: Attention logits ``B x L H x M x M`` of L blocks with H heads, including added logits.
     """
 
     tokens: Tensor
@@ -22,23 +25,23 @@ class Upstream(NamedTuple):
     relations: Tensor | None
 
     def of(self, images: Tensor) -> 'Upstream':
-        """The same of some images of the batch, by their numbers."""
+        """Selects some images of the batch by their indices."""
         return Upstream(self.tokens[images], self.grid, None if self.relations is None else self.relations[images])
 
 
 def resample(x: Tensor, source: Grid, target: Grid) -> Tensor:
-    """Maps in the last dimension, row by row, on another grid: ``... x (s s')`` to ``... x (t t')``.
+    """Resamples maps from one grid to another. Each map is flattened in the last dimension.
 
-    Nearest cells on a grid twice as fine, then means of those that a cell of ``target`` meets.
+    Maps are enlarged by two with nearest-neighbour interpolation, and then average-pooled to the target grid.
     """
     maps = F.interpolate(x.reshape(1, -1, *source), scale_factor=2.0)
     return F.adaptive_avg_pool2d(maps, target).reshape(*x.shape[:-1], -1)
 
 
 def resample_relations(x: Tensor, source: Grid, target: Grid) -> Tensor:
-    """``T x T^t``: ``... x M x M`` to ``... x (N + 1) x (N + 1)``, columns and rows of image tokens resampled as maps.
+    """Resamples both token dimensions of attention logits, from ``M x M`` to ``(N + 1) x (N + 1)``.
 
-    Row and column of the class token stay what they are.
+    The row and the column of the class token are not resampled.
     """
     for _ in range(2):
         x = torch.cat((x[..., :1], resample(x[..., 1:], source, target)), -1).mT
@@ -46,7 +49,10 @@ def resample_relations(x: Tensor, source: Grid, target: Grid) -> Tensor:
 
 
 class FeatureReuse(nn.Module):
-    """Features that a block joins to its tokens: ``E = [0 ; resample(g(Z))]``, ``B x (N + 1) x 48``."""
+    """Computes the features ``B x (N + 1) x 48`` that a block concatenates with its tokens.
+
+    The formula is ``E = [0 ; resample(g(Z))]``. The features of the class token are zero.
+    """
 
     def __init__(self, width: int, eps: float) -> None:
         super().__init__()
@@ -59,7 +65,10 @@ class FeatureReuse(nn.Module):
 
 
 class RelationReuse(nn.Module):
-    """What an exit adds to its attention logits, of all layers upstream: two convolutions over layers and heads."""
+    """Computes logits that an exit adds to its attention, from the logits of all blocks of the previous exit.
+
+    The logits pass through two 1 x 1 convolutions over blocks and heads.
+    """
 
     def __init__(self, depth: int, num_heads: int) -> None:
         super().__init__()
@@ -69,11 +78,14 @@ class RelationReuse(nn.Module):
         self.conv2 = nn.Conv2d(3 * channels, channels, 1)
 
     def hidden(self, relations: Tensor) -> Tensor:
-        """``B x L H x M x M`` to ``B x 3 L H x M x M``, for all layers."""
+        """Applies the first convolution to the logits of all blocks, which returns ``B x 3 L H x M x M``."""
         return F.gelu(self.conv1(relations))
 
     def added(self, hidden: Tensor, layer: int, source: Grid, target: Grid) -> Tensor:
-        """``B x H x (N + 1) x (N + 1)`` for one layer, so that no more than this is ever held on the finer grid."""
+        """Returns the logits that are added in one block, ``B x H x (N + 1) x (N + 1)``.
+
+        Computing one block at a time saves memory, because logits on the finer grid are large.
+        """
         heads = slice(layer * self.num_heads, (layer + 1) * self.num_heads)
         assert self.conv2.bias is not None
         mixed = F.conv2d(hidden, self.conv2.weight[heads], self.conv2.bias[heads])

@@ -1,26 +1,29 @@
-"""The first layers of an exit: ``B x 3 x H x W`` to tokens ``B x h x w x D``, on a grid of its own."""
+"""Stems of exits, which turn images ``B x 3 x H x W`` into tokens ``B x h x w x D``."""
 
 from torch import Tensor, nn
 
 from mmdtn.backbones.t2t import SPLITS, Split, TokensToToken, tokens_along
 
-# In the place of T2T-ViT's first split: those of 7, 10 and 14 tokens along 224 px.
+# Replacements of T2T-ViT's first split, which give 7, 10 and 14 tokens along 224 px.
 FIRST_SPLITS: tuple[Split, ...] = ((14, 8, 3), (11, 6, 5), SPLITS[0])
 
 
 def t2t_stem(width: int, grid: int, img_size: int) -> nn.Module:
-    """T2T-ViT's token module of performers, with the first split that gives ``grid x grid`` tokens."""
+    """Builds T2T-ViT's token module with performers.
+
+    The first split is chosen so that there are ``grid x grid`` tokens.
+    """
     choices = {tokens_along(img_size, (first, *SPLITS[1:])): first for first in FIRST_SPLITS}
     if grid not in choices:
         raise ValueError(
-            f'grids: T2T-ViT can make {sorted(choices)} tokens along {img_size} px, but {grid} are asked for. An arch '
-            'of the family "deit" can make any number.'
+            f'grids: T2T-ViT can make {sorted(choices)} tokens along {img_size} px, but not {grid}. An arch of '
+            'the family "deit" can make any number.'
         )
     return TokensToToken(3, width, performer=True, splits=(choices[grid], *SPLITS[1:]))
 
 
 class PatchStem(nn.Module):
-    """One convolution of patches side by side, padded where they do not divide the image."""
+    """Patch embedding that pads images whose sides are not multiples of the patch size."""
 
     def __init__(self, width: int, grid: int, img_size: int) -> None:
         super().__init__()

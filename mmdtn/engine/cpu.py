@@ -1,4 +1,4 @@
-"""What training and testing without a GPU needs: mixed precision, processes that talk through gloo, and memory."""
+"""Training and testing without a GPU: mixed precision, process groups and memory allocation."""
 
 import ctypes
 import os
@@ -16,15 +16,16 @@ from torch import nn
 
 from mmdtn.registry import class_of
 
-M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of glibc's malloc.h
+M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # from malloc.h of glibc
 LOCAL_RANKS = dict(pytorch='LOCAL_RANK', slurm='SLURM_LOCALID', mpi='OMPI_COMM_WORLD_LOCAL_RANK')
 
 
 @OPTIM_WRAPPERS.register_module()
 class BFloat16OptimWrapper(OptimWrapper):
-    """Runs the model under bfloat16 autocast. Its range is float32's, so the loss needs no scaling.
+    """Optimizer wrapper that runs the model under bfloat16 autocast.
 
-    mmengine's ``AmpOptimWrapper`` insists on a GPU, for its scaler.
+    bfloat16 has the range of float32, so the loss needs no scaling. MMEngine's ``AmpOptimWrapper`` requires a GPU
+    because of its gradient scaler.
     """
 
     @contextmanager
@@ -34,9 +35,10 @@ class BFloat16OptimWrapper(OptimWrapper):
 
 
 def keep_freed_memory() -> None:
-    """Has glibc keep what is freed for the next tensor, as PyTorch does on GPUs.
+    """Makes glibc keep freed memory for later tensors, as PyTorch's caching allocator does on GPUs.
 
-    It would give large blocks back to the system and get them again, page by page and zeroed, many times a step.
+    By default glibc returns large blocks to the operating system. Every step then requests them again, and the
+    operating system zeroes them page by page.
     """
     if platform.libc_ver()[0] == 'glibc':
         libc = ctypes.CDLL(None)
@@ -45,10 +47,10 @@ def keep_freed_memory() -> None:
 
 
 def run_on_cpu(cfg: Config) -> None:
-    """Changes a config written for NCCL so that its processes talk through gloo, and starts that.
+    """Changes a config so that its processes communicate through gloo, and initialises the process group.
 
-    mmengine would ask CUDA for a device on the way to every process group, and hand a device number to DDP, which
-    wants none for a model on the CPU. A process group that exists already, it takes as it is.
+    MMEngine sets a CUDA device whenever it initialises a process group, but uses an existing process group as it is.
+    MMEngine also passes a device number to DDP, which must not have one for a model on the CPU.
     """
     env_cfg = cfg.get('env_cfg') or {}
     dist_cfg = dict(env_cfg.get('dist_cfg') or {}, backend='gloo')
@@ -63,7 +65,7 @@ def run_on_cpu(cfg: Config) -> None:
         )
         cfg.model_wrapper_cfg = dict(wrapper, device_ids=None)
     if not is_distributed():
-        # mmengine offers no process group without torch.cuda.set_device(local rank); torch ignores a negative rank.
+        # MMEngine's init_dist always calls torch.cuda.set_device(local_rank). PyTorch ignores a negative rank.
         variable = LOCAL_RANKS[cfg.launcher]
         local_rank = os.environ.get(variable, '0')
         os.environ[variable] = '-1'
@@ -72,14 +74,14 @@ def run_on_cpu(cfg: Config) -> None:
 
 
 def _shard_on_cpu(cfg: Config) -> None:
-    from mmengine._strategy import FSDPStrategy  # the name that mmengine's documentation imports it by
+    from mmengine._strategy import FSDPStrategy  # mmengine's documentation imports it under this name
 
     if not issubclass(class_of(cfg.strategy, STRATEGIES), FSDPStrategy):
         return
     cfg.strategy.model_wrapper = dict(cfg.strategy.get('model_wrapper') or {}, device_id='cpu')
     if cfg.strategy.get('state_dict_cfg') == 'full':
-        # 'full' copies the gathered weights to the CPU. From the CPU to the CPU nothing is copied, and torch reads
-        # memory that it has freed.
+        # With 'full', FSDP moves the gathered weights to the CPU. If the weights are on the CPU already, FSDP copies
+        # nothing, and torch then reads freed memory.
         here = dict(rank0_only=True, offload_to_cpu=False)
         cfg.strategy.state_dict_cfg = dict(
             state_dict_type='FULL_STATE_DICT',

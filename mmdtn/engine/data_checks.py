@@ -1,4 +1,4 @@
-"""What is wrong with the data of a run, by file and id, before it is used."""
+"""Checks the datasets of a run before they are used, and reports each fault with its file and id."""
 
 import json
 import os
@@ -16,19 +16,25 @@ from mmdtn.engine.faults import DataError, coco_faults, image_fault, without_unr
 from mmdtn.files import write_whole
 from mmdtn.registry import class_of
 
-SHOWN = 20  # faults of a file that a message lists
+SHOWN = 20  # number of faults that a message lists
 
 
 def check_data(runner: Runner, names: tuple[str, ...], strict: bool = False) -> None:
-    """Checks what ``names`` (train, val, test) will read, before it is read: the tools call it on a built runner.
+    """Checks the datasets of a runner's loaders before the run reads them.
 
-    Annotation files are looked at here, because MMDetection leaves out silently what it cannot use. Evaluation sets
-    lose their broken images here too: sampler and metric go by their length, so it may not change on the way. Training
-    sets are large and drawn at random; their images are checked when they are drawn, by SkipBrokenImagesHook.
+    Annotation files are checked because MMDetection silently drops the annotations that it cannot use. Broken images
+    are removed from validation and test sets here, because samplers and metrics rely on a fixed dataset length.
+    Training sets are large, so SkipBrokenImagesHook checks their images when they are loaded.
+
+    Args:
+        runner: Runner that is built but has not started.
+        names: The loaders to check: ``'train'``, ``'val'`` or ``'test'``.
+        strict: Whether to raise an error at the first fault.
     """
-    checked: dict[tuple[str, tuple[str, ...]], str | None] = {}  # files, and what is to be read in their place
+    # Maps an annotation file and its classes to the file that is read instead, if there is one.
+    checked: dict[tuple[str, tuple[str, ...]], str | None] = {}
     for name in names:
-        loader = getattr(runner, f'_{name}_dataloader')  # the settings; the public name would build it
+        loader = getattr(runner, f'_{name}_dataloader')  # the settings; the public property would build the loader
         if not isinstance(loader, dict) or not isinstance(loader.get('dataset'), dict):
             continue
         for dataset, path, classes in _annotation_files(loader['dataset']):
@@ -42,7 +48,7 @@ def check_data(runner: Runner, names: tuple[str, ...], strict: bool = False) -> 
 
 
 def _annotation_files(dataset: Any) -> Iterator[tuple[Any, str, tuple[str, ...]]]:
-    """A data set's config and those that it wraps, each with its annotation file and the classes that it is to have."""
+    """Yields the config of each dataset, including wrapped ones, with its annotation file and its classes."""
     if isinstance(dataset, list | tuple):
         for part in dataset:
             yield from _annotation_files(part)
@@ -57,19 +63,19 @@ def _annotation_files(dataset: Any) -> Iterator[tuple[Any, str, tuple[str, ...]]
 
 
 def _classes(dataset: Any) -> tuple[str, ...]:
-    """That MMDetection looks for in a COCO file."""
+    """Returns the class names that MMDetection looks for in a COCO file."""
     kind = class_of(dataset, DATASETS)
     coco = next((base for base in kind.__mro__ if base.__name__ == 'CocoDataset'), None)
     if coco is None or kind.load_data_list is not coco.load_data_list:
-        return ()  # others, as LVIS, find their categories in other ways
+        return ()  # other datasets, such as LVIS, find their categories in other ways
     classes = (dataset.get('metainfo') or {}).get('classes') or kind.METAINFO.get('classes') or ()
-    return () if isinstance(classes, str) else tuple(classes)  # a str is the path of a file
+    return () if isinstance(classes, str) else tuple(classes)  # a string is the path of a file
 
 
 def _report_annotations(runner: Runner, path: str, classes: tuple[str, ...], strict: bool) -> str | None:
-    """Logs what is wrong; returns the file to read instead, if MMDetection's reader would stop at this one."""
-    result: list[Any] = [None, None]  # an error that stops the run, and faults
-    if is_main_process():  # one process reads it, all go by what it found
+    """Logs the faults of an annotation file. Returns a repaired copy if MMDetection cannot read the file."""
+    result: list[Any] = [None, None]  # an error that stops the run, and the list of faults
+    if is_main_process():  # one process reads the file, and all use the result
         try:
             result[1] = coco_faults(path, classes)
         except (DataError, OSError) as error:
@@ -82,17 +88,17 @@ def _report_annotations(runner: Runner, path: str, classes: tuple[str, ...], str
     message = f'{path} has {len(faults)} faults:{listed(faults)}'
     if strict:
         raise DataError(message)
-    runner.logger.warning(f'{message}\nThey are left out; --strict stops instead.')
+    runner.logger.warning(f'{message}\nThey are ignored. Use --strict to stop instead.')
     copy: list[Any] = [None]
     if is_main_process() and classes and (content := without_unreadable(path)):
-        parts = Path(path).resolve().parts[1:]  # files of one name in two folders stay apart
+        parts = Path(path).resolve().parts[1:]  # keeps files of the same name in different folders apart
         copy[0] = str(Path(runner.log_dir, 'annotations', *parts).absolute())
         write_whole(copy[0], json.dumps(content))
     return broadcast(copy)[0]
 
 
 def _replace_annotation_file(evaluator: Any, path: str, readable: str) -> None:
-    """In the settings of metrics that read the file too."""
+    """Replaces the annotation file in the settings of the metrics that read it."""
     for metric in evaluator if isinstance(evaluator, list) else [evaluator]:
         named = metric.get('ann_file') if isinstance(metric, dict) else None
         if named and os.path.realpath(named) == os.path.realpath(path):
@@ -100,7 +106,7 @@ def _replace_annotation_file(evaluator: Any, path: str, readable: str) -> None:
 
 
 def listed(faults: list[str]) -> str:
-    """One line for each of the first faults, and how many more there are."""
+    """Formats the first faults, one on each line, and the number of the remaining ones."""
     more = f'\n  and {len(faults) - SHOWN} more' if len(faults) > SHOWN else ''
     return ''.join(f'\n  {fault}' for fault in faults[:SHOWN]) + more
 
@@ -110,7 +116,7 @@ def _without_broken_images(runner: Runner, dataset: Any, strict: bool) -> Any:
         dataset.full_init()
     if not isinstance(dataset, BaseDataset) or not is_local(dataset):
         return dataset
-    found: list[Any] = [{}, 0]  # by index what is wrong, and the objects in these images
+    found: list[Any] = [{}, 0]  # descriptions of broken images by index, and their number of objects
     if is_main_process():
         with ThreadPoolExecutor(16) as pool:
             infos = [dataset.get_data_info(i) for i in range(len(dataset))]
@@ -121,12 +127,12 @@ def _without_broken_images(runner: Runner, dataset: Any, strict: bool) -> Any:
     if not broken:
         return dataset
     if strict:
-        raise DataError(f'{len(broken)} images cannot be used, the first is {next(iter(broken.values()))}')
+        raise DataError(f'{len(broken)} images cannot be used. The first is {next(iter(broken.values()))}')
     if len(broken) == len(dataset):
-        raise DataError(f'none of the {len(broken)} images can be used, the first is {next(iter(broken.values()))}')
-    message = f'{len(broken)} of {len(dataset)} images for evaluation cannot be used and are left out.'
+        raise DataError(f'none of the {len(broken)} images can be used. The first is {next(iter(broken.values()))}')
+    message = f'{len(broken)} of {len(dataset)} evaluation images cannot be used and are left out.'
     if objects:
-        message += f' Metrics that read an annotation file, as CocoMetric, count their {objects} objects as missed.'
+        message += f' Metrics that read an annotation file, such as CocoMetric, count {objects} objects as missed.'
     runner.logger.warning(message)
     for line in broken.values():
         note(runner.log_dir, line)
@@ -135,7 +141,7 @@ def _without_broken_images(runner: Runner, dataset: Any, strict: bool) -> Any:
 
 
 def broadcast(found: list[Any]) -> list[Any]:
-    """What the main process has found."""
+    """Sends the values of the main process to all processes, and returns them."""
     broadcast_object_list(found)
     return found
 
@@ -145,13 +151,17 @@ def describe(info: dict, fault: str) -> str:
 
 
 def note(log_dir: str, line: str) -> None:
-    """Data workers are processes of their own and may be killed; a short line appended to a file arrives whole."""
+    """Appends a line to the list of skipped images of this process.
+
+    Data workers are separate processes that may be killed at any time. A short line is appended completely or not at
+    all.
+    """
     with open(os.path.join(log_dir, f'skipped_images_{get_rank()}.txt'), 'a') as file:
         file.write(line + '\n')
 
 
 def is_local(dataset: BaseDataset) -> bool:
-    """Whether images are read as files, as far as the data set and the steps of its pipeline say."""
+    """Whether the images are local files, according to the dataset and its pipeline."""
     return not any(getattr(part, 'backend_args', None) for part in (dataset, *dataset.pipeline.transforms))
 
 

@@ -1,4 +1,4 @@
-"""What a training run will need, from its first steps."""
+"""Estimates the time and memory of a training run from its first steps."""
 
 import itertools
 import statistics
@@ -18,15 +18,18 @@ from mmengine.runner import EpochBasedTrainLoop, Runner
 from .data_checks import check_data
 from .launch import build_runner, checkpoint_settings
 
-STEPS = 6  # of training and of validation; the first pays for what happens only once, and is not counted
+STEPS = 6  # number of training and validation steps; the first includes one-time costs and is not counted
 
 
 def dry_run(cfg: Config, strict: bool = False) -> None:
-    """Builds a run, trains and validates a few steps, reports what the whole takes, and leaves nothing behind."""
+    """Trains and validates a few steps, and prints the time and memory that the whole run needs.
+
+    The files of these steps are written to a temporary directory and deleted.
+    """
     with tempfile.TemporaryDirectory(prefix='dry-run-') as work_dir:
         cfg.work_dir = work_dir
         checkpoint_settings(cfg).pop('out_dir', None)
-        # A name of its own: mmengine gives a visualizer, with its folder, to all runs of a process that name it alike.
+        # MMEngine shares a visualizer and its folder between all runs that use the same name, so this name is unique.
         cfg.visualizer = dict(cfg.get('visualizer') or dict(type='Visualizer'), name=Path(work_dir).name)
         runner = build_runner(cfg)
         runner.register_hook(_StopsAfterAFewSteps())
@@ -42,13 +45,13 @@ def dry_run(cfg: Config, strict: bool = False) -> None:
 
 
 class _Done(Exception):
-    """Leaves the training loop; its text is the report."""
+    """Raised to leave the training loop. The message is the report."""
 
 
 class _StopsAfterAFewSteps(Hook):
-    """Ends the run after some steps that it times."""
+    """Hook that times the first steps and then ends the run."""
 
-    priority = 'LOWEST'  # the other hooks are part of a step
+    priority = 'LOWEST'  # after the other hooks, so that their time counts
 
     def before_train(self, runner: Runner) -> None:
         self.last = runner.iter + min(STEPS, runner.max_iters - runner.iter)
@@ -56,7 +59,7 @@ class _StopsAfterAFewSteps(Hook):
         self.start = time.perf_counter()
 
     def after_val(self, runner: Runner) -> None:
-        self.start = time.perf_counter()  # a validation between two short epochs is no part of a step
+        self.start = time.perf_counter()  # a validation between two short epochs is not part of a step
 
     def after_train_iter(self, runner: Runner, *args: Any, **kwargs: Any) -> None:
         _wait_for_gpu()
@@ -67,13 +70,13 @@ class _StopsAfterAFewSteps(Hook):
             return
         step = _typical(self.seconds)
         total = step * (runner.max_iters - runner.iter)
-        lines = [f'training step: {step:.3f} s, {runner.max_iters} of them in {runner.max_epochs} epochs']
+        lines = [f'training step: {step:.3f} s, {runner.max_iters} steps in {runner.max_epochs} epochs']
         if runner.val_loop is not None:
             batches, runs = len(runner.val_dataloader), _validations(runner)
             val_step = _time_validation_step(runner)
             total += val_step * batches * runs
-            lines.append(f'validation step: {val_step:.3f} s, {batches} of them in each of {runs} validations')
-        lines += [f'peak memory: {_peak_memory()}', f'the whole run: {timedelta(seconds=round(total))}']
+            lines.append(f'validation step: {val_step:.3f} s, {batches} steps in each of {runs} validations')
+        lines += [f'peak memory: {_peak_memory()}', f'time of the whole run: {timedelta(seconds=round(total))}']
         raise _Done('\n'.join(lines))
 
 
@@ -89,13 +92,13 @@ def _time_validation_step(runner: Runner) -> float:
         now = time.perf_counter()
         seconds.append(now - start)
         start = now
-    for metric in runner.val_loop.evaluator.metrics:  # what cannot be measured would end the run after its first epoch
+    for metric in runner.val_loop.evaluator.metrics:  # a metric that fails would end the run after its first epoch
         metric.evaluate(len(metric.results) * get_world_size())
     return _typical(seconds)
 
 
 def _typical(seconds: list[float]) -> float:
-    """The median without the first step, if there are others: a slow one does not tell how long a run takes."""
+    """Returns the median of all steps but the first, or the time of the only step."""
     return statistics.median(seconds[1:] or seconds)
 
 
@@ -116,6 +119,6 @@ def _peak_memory() -> str:
     try:
         import resource
     except ImportError:
-        return 'not known on this system'
-    unit = 1 if sys.platform == 'darwin' else 1024  # bytes of what getrusage counts
+        return 'unknown on this system'
+    unit = 1 if sys.platform == 'darwin' else 1024  # bytes in a unit of ru_maxrss
     return f'{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30:.2f} GB of the process'

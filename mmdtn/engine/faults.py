@@ -1,4 +1,4 @@
-"""What is wrong with annotation files and images."""
+"""Finds faults in annotation files and images."""
 
 import json
 import os
@@ -15,14 +15,20 @@ ENDS = dict(JPEG=b'\xff\xd9', PNG=b'IEND\xae\x42\x60\x82')
 
 
 class DataError(UserError):
-    """Data that cannot be used; with ``--strict``, any that would be left out."""
+    """Raised for data that cannot be used, and with ``--strict`` for data that would otherwise be left out."""
 
 
 def coco_faults(path: str, classes: Sequence[str] = ()) -> list[str]:
-    """What a COCO annotation file says that cannot be; an error where there is nothing in it to use.
+    """Returns a description of each fault in a COCO annotation file.
 
-    ``classes`` are those of the config, if its data set reads COCO files. A JSON file in another format has no faults,
-    nor has one of COCO's that is not of boxes but of captions, panoptic segments, or test images alone.
+    ``DataError`` is raised if nothing in the file can be used.
+
+    JSON files in other formats have no faults. COCO files of captions, of panoptic segments, or of test images without
+    annotations have no faults either.
+
+    Args:
+        path: The annotation file.
+        classes: The class names of the config if its dataset reads COCO files, otherwise empty.
     """
     try:
         content = json.loads(Path(path).read_bytes())
@@ -30,19 +36,19 @@ def coco_faults(path: str, classes: Sequence[str] = ()) -> list[str]:
         raise DataError(f'{path} is not JSON: {error}') from None
     if isinstance(content, list) and classes:
         raise DataError(
-            f'{path} is a list: COCO files are a dict with images, annotations and categories. Put the list into such '
-            'a dict, or choose a data set that reads lists.'
+            f'{path} is a list, but a COCO file is a dict with images, annotations and categories. Put the list into '
+            'such a dict, or choose a dataset that reads lists.'
         )
     if not isinstance(content, dict) or not _annotates_boxes(content):
         return []
     if lacking := [key for key in ('images', 'categories') if key not in content]:
-        raise DataError(f'{path} lacks {", ".join(lacking)}: COCO files have images, annotations and categories.')
+        raise DataError(f'{path} lacks {", ".join(lacking)}: a COCO file has images, annotations and categories.')
     if not content['images']:
         raise DataError(f'{path} has no images.')
     if without := [a['id'] for a in content['annotations'] if 'area' not in a]:
         raise DataError(
-            f'{path}: {len(without)} annotations have no "area", which MMDetection reads: the first has the id '
-            f'{without[0]}. Width times height of the box will do where there is no mask.'
+            f'{path}: {len(without)} annotations have no "area", which MMDetection needs. The first has the id '
+            f'{without[0]}. Without a mask, use the width times the height of the box.'
         )
     _check_classes(path, [category['name'] for category in content['categories']], classes)
     faults = []
@@ -55,7 +61,7 @@ def coco_faults(path: str, classes: Sequence[str] = ()) -> list[str]:
     faults += [f'annotation id {i} is used more than once' for i in repeated]
     for annotation in content['annotations']:
         image = images.get(annotation['image_id'])
-        name = _name(image) if image else 'which is not in the file'
+        name = _name(image) if image else 'not in the file'
         where = f'annotation {annotation["id"]} of image {annotation["image_id"]} ({name})'
         if image is None:
             faults.append(where)
@@ -71,10 +77,10 @@ def coco_faults(path: str, classes: Sequence[str] = ()) -> list[str]:
 
 
 def without_unreadable(path: str) -> dict[str, Any] | None:
-    """The content of a COCO file without the annotations that stop MMDetection's reader; None if it has none of them.
+    """Returns the content of a COCO file without the annotations that MMDetection cannot read.
 
-    The reader leaves out other faulty annotations itself. It stops at a box that is not four numbers, and at an id that
-    it has met before.
+    MMDetection fails at a box that is not four numbers, and at a repeated annotation id. MMDetection skips other faulty
+    annotations itself. The result is None if all annotations can be read.
     """
     content = json.loads(Path(path).read_bytes())
     readable = {a['id']: a for a in reversed(content['annotations']) if _is_box(a.get('bbox'))}
@@ -88,36 +94,40 @@ def _is_box(box: Any) -> bool:
 
 
 def _check_classes(path: str, categories: list[str], classes: Sequence[str]) -> None:
-    """MMDetection numbers the categories that it knows in the order of the file, whatever the config says."""
+    """Checks that the file has the classes of the config, in the same order.
+
+    MMDetection numbers the classes in the order of the file, whatever the order in the config.
+    """
     names = ', '.join(categories[:9]) + (', ...' if categories[9:] else '')
     for name in classes:
         if name not in categories:
             raise DataError(
-                f'{path} has no category {name!r}{nearest(name, categories)}: it has {names}. Give the data set '
-                'metainfo=dict(classes=...) with the names of the file; without, it has those of COCO.'
+                f'{path} has no category {name!r}{nearest(name, categories)}. Its categories are {names}. Give the '
+                'dataset metainfo=dict(classes=...) with these names. By default it has the classes of COCO.'
             )
     order = tuple(name for name in categories if name in classes)
     if classes and order != tuple(classes):
         raise DataError(
-            f'{path} has the categories in another order than the classes of the config, and MMDetection goes by the '
-            f'file: labels would get wrong names. Give the data set metainfo=dict(classes={order}).'
+            f'{path} has its categories in another order than the config. MMDetection uses the order of the file, so '
+            f'labels would get wrong names. Give the dataset metainfo=dict(classes={order}).'
         )
 
 
 def _annotates_boxes(content: dict) -> bool:
-    """By its first annotation; a file without any has none to be wrong."""
+    """Whether the first annotation has the keys of COCO's object annotations."""
     annotations = content.get('annotations')
     return isinstance(annotations, list) and all({'id', 'image_id', 'category_id'} <= set(a) for a in annotations[:1])
 
 
 def _name(image: dict) -> str:
-    return image.get('file_name') or image.get('coco_url') or 'without a name'  # LVIS has URLs
+    return image.get('file_name') or image.get('coco_url') or 'without a name'  # LVIS has URLs instead of file names
 
 
 def image_fault(path: str) -> str | None:
-    """Why an image file cannot be used; None for a whole one, at the price of its first and last bytes.
+    """Returns why an image file cannot be used, or None for a complete file.
 
-    Not every version of OpenCV refuses half a JPEG file; some fill the rest with grey.
+    For most files only the first and last bytes are read. Truncated JPEG files must be found here, because some
+    versions of OpenCV decode them and fill the rest with grey.
     """
     try:
         if os.path.getsize(path) == 0:
@@ -131,15 +141,15 @@ def image_fault(path: str) -> str | None:
     except OSError as error:
         return _reason(error)
     except Image.DecompressionBombError:
-        return None  # OpenCV reads larger pictures than Pillow
-    return decoding_fault(path)  # a format without a mark at its end, or bytes behind it
+        return None  # OpenCV reads larger images than Pillow
+    return decoding_fault(path)  # the format has no end marker, or other bytes follow it
 
 
 def decoding_fault(path: str) -> str | None:
     try:
         with Image.open(path) as image:
             image.load()
-    except Exception as error:  # decoders raise what they like
+    except Exception as error:  # decoders raise various exceptions
         return _reason(error)
     return None
 

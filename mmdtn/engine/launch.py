@@ -1,4 +1,4 @@
-"""What the command lines for training and testing share: options, and a runner from a config of any MM package."""
+"""Options and functions that the command lines for training and testing share."""
 
 import argparse
 import gc
@@ -25,12 +25,14 @@ from .hooks.whole_checkpoint import newest_whole_checkpoint
 
 
 def add_common_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument('--work-dir', help='where logs and checkpoints go; work_dirs/NAME_OF_CONFIG if not said')
-    parser.add_argument('--cfg-options', nargs='+', action=DictAction, help='settings to change, as in a.b=1 c=[2,3]')
+    parser.add_argument('--work-dir', help='directory for logs and checkpoints (default: work_dirs/NAME_OF_CONFIG)')
+    parser.add_argument('--cfg-options', nargs='+', action=DictAction, help='settings to override, as in a.b=1 c=[2,3]')
     parser.add_argument('--launcher', choices=['none', 'pytorch', 'slurm', 'mpi'], default='none')
-    parser.add_argument('--strict', action='store_true', help='stop at a broken image or annotation; else leave it out')
+    parser.add_argument(
+        '--strict', action='store_true', help='stop at a broken image or annotation instead of skipping it'
+    )
     parser.add_argument('--debug', action='store_true', help='show the traceback of every error')
-    parser.add_argument('--local_rank', '--local-rank', type=int, default=0)  # torch.distributed.launch passes it
+    parser.add_argument('--local_rank', '--local-rank', type=int, default=0)  # passed by torch.distributed.launch
 
 
 def load_config(args: argparse.Namespace) -> Config:
@@ -53,9 +55,9 @@ def build_runner(cfg: Config) -> Runner:
 
 
 def leave_together() -> None:
-    """Ends the processes at one time: gloo aborts one that leaves while others still talk to it."""
+    """Waits for all processes before they exit. gloo aborts if one exits while others still communicate with it."""
     if is_distributed():
-        gc.collect()  # a runner is a cycle, and an FSDP model in it keeps process groups
+        gc.collect()  # frees the runner, whose FSDP model keeps process groups alive
         barrier()
         destroy_process_group()
 
@@ -65,22 +67,22 @@ def has_accelerator() -> bool:
 
 
 def add_runtime(cfg: Config, file: Path) -> list[str]:
-    """Merges configs/_base_/runtime.py into a config; returns a line for each thing that it adds or changes.
+    """Merges configs/_base_/runtime.py into a config, and returns a line for each change.
 
-    Loops and hooks of other classes than mmengine's own stay as they are.
+    Only mmengine's own loops and checkpoint hook are replaced.
     """
     runtime, lines = Config.fromfile(file).runtime, []
     ours = runtime.default_hooks.checkpoint
-    loop = class_of(cfg.train_cfg, LOOPS) if 'type' in cfg.train_cfg else None  # by_epoch decides then
+    loop = class_of(cfg.train_cfg, LOOPS) if 'type' in cfg.train_cfg else None  # None: by_epoch selects the loop
     if loop in (None, EpochBasedTrainLoop, IterBasedTrainLoop):
-        cfg.train_cfg.pop('by_epoch', None)  # mmengine refuses it next to a type
+        cfg.train_cfg.pop('by_epoch', None)  # mmengine accepts either a type or by_epoch
         cfg.train_cfg.update(runtime.train_cfg)
-        lines.append(f'train_cfg: {runtime.train_cfg.type} in the place of {loop.__name__ if loop else "by_epoch"}')
+        lines.append(f'train_cfg: {runtime.train_cfg.type} replaces {loop.__name__ if loop else "by_epoch"}')
     hooks = cfg.get('default_hooks') or {}
-    checkpoint = hooks.get('checkpoint', dict(type=CheckpointHook, interval=1))  # mmengine's own default
+    checkpoint = hooks.get('checkpoint', dict(type=CheckpointHook, interval=1))  # the default of mmengine
     if checkpoint and class_of(checkpoint, HOOKS) is CheckpointHook:
         cfg.default_hooks = dict(hooks, checkpoint={**checkpoint, **ours})
-        lines.append(f'default_hooks.checkpoint: {ours.type} in the place of CheckpointHook')
+        lines.append(f'default_hooks.checkpoint: {ours.type} replaces CheckpointHook')
     lines += [f'custom_hooks: {hook.type} added' for hook in runtime.custom_hooks if add_hook(cfg, **hook)]
     visualizer = cfg.get('visualizer') or dict(type='Visualizer')
     backends = visualizer.get('vis_backends') or []
@@ -96,7 +98,7 @@ def add_runtime(cfg: Config, file: Path) -> list[str]:
 
 
 def add_hook(cfg: Config, **hook: Any) -> bool:
-    """Adds a hook, unless the config has one of its class; returns whether it did."""
+    """Adds a hook unless the config has one of the same class. Returns whether the hook was added."""
     present = cfg.get('custom_hooks') or []
     if any(class_of(other, HOOKS) is class_of(hook, HOOKS) for other in present):
         return False
@@ -105,31 +107,34 @@ def add_hook(cfg: Config, **hook: Any) -> bool:
 
 
 def check_exists(checkpoint: str) -> None:
-    """mmengine looks for a checkpoint only when everything else is built."""
+    """Raises an error if a local checkpoint does not exist.
+
+    MMEngine would only notice this after building everything else.
+    """
     if '://' not in checkpoint:
         os.stat(checkpoint)
 
 
 def resume(cfg: Config, checkpoint: str) -> None:
-    """Sets what to go on from: a file, or for ``auto`` the newest whole one that the run has saved."""
+    """Sets the checkpoint to resume from: a file, or for ``'auto'`` the newest complete checkpoint of the run."""
     cfg.resume = True
     if checkpoint != 'auto':
         check_exists(checkpoint)
         _go_on_from(cfg, checkpoint)
         return
     out_dir = checkpoint_settings(cfg).get('out_dir')
-    folders = [Path(out_dir, Path(cfg.work_dir).name)] if out_dir else []  # as CheckpointHook does
+    folders = [Path(out_dir, Path(cfg.work_dir).name)] if out_dir else []  # the folder that CheckpointHook uses
     found = newest_whole_checkpoint(cfg.work_dir, *folders) or _unchecked_checkpoint(cfg.work_dir)
     if found is not None:
         _go_on_from(cfg, str(found))
         return
     if others := [path for folder in (Path(cfg.work_dir), *folders) for path in folder.glob('*.pth')]:
         raise UserError(
-            f'{others[0].parent} has checkpoints, but none that is whole and has the state of the optimizer. Name one '
-            'with --resume FILE, or start anew with another --work-dir.'
+            f'{others[0].parent} has checkpoints, but none that is complete and has the state of the optimizer. Choose '
+            'one with --resume FILE, or start a new run with another --work-dir.'
         )
     cfg.resume = False
-    print(f'No checkpoint in {cfg.work_dir}: training starts from the beginning.')
+    print(f'There is no checkpoint in {cfg.work_dir}. Training starts from the beginning.')
 
 
 def _go_on_from(cfg: Config, checkpoint: str) -> None:
@@ -138,12 +143,15 @@ def _go_on_from(cfg: Config, checkpoint: str) -> None:
 
 
 def checkpoint_settings(cfg: Config) -> dict[str, Any]:
-    """Of the hook that saves."""
+    """Returns the settings of the hook that saves checkpoints."""
     return (cfg.get('default_hooks') or {}).get('checkpoint') or {}
 
 
 def _unchecked_checkpoint(work_dir: str) -> str | None:
-    """What mmengine saved last, if that is no file that can be looked into: one elsewhere, or a folder of DeepSpeed."""
+    """Returns the last checkpoint that mmengine saved, if it is a remote file or a folder of DeepSpeed.
+
+    Checkpoints of these kinds cannot be checked for completeness.
+    """
     note = Path(work_dir, 'last_checkpoint')
     named = note.read_text().strip() if note.exists() else ''
     return named if named and ('://' in named or Path(named).is_dir()) else None

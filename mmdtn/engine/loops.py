@@ -1,9 +1,10 @@
-"""Training loops in which a run that was stopped and resumed does what an uninterrupted one does.
+"""Training loops in which a resumed run does the same as an uninterrupted one.
 
-mmengine restores weights, optimizer, schedules and counters. It does not restore the place within an epoch, the random
-state of the process and of its data workers, or the sampler's seed where the config has none. Instead of saving random
-states, the loops here derive everything random from the seed and a number: that of the iteration for the model, that
-of the sample for its augmentation. So it makes no difference what a validation in between has drawn.
+MMEngine restores weights, optimizer, schedules and counters. MMEngine does not restore the position within an epoch,
+the random states of the process and its data workers, or a sampler seed that the config does not set.
+
+The loops here save no random states. The model is seeded with the number of the iteration, and the augmentation of each
+sample with the number of the sample. Random numbers drawn during a validation therefore make no difference.
 """
 
 from collections.abc import Iterator
@@ -21,7 +22,7 @@ from .numbered_batch_sampler import NumberedBatchSampler, seed_everything
 
 @LOOPS.register_module()
 class ResumableEpochLoop(EpochBasedTrainLoop):
-    """``EpochBasedTrainLoop`` that goes on in the middle of an epoch, with the batches that have not been seen."""
+    """``EpochBasedTrainLoop`` that can resume in the middle of an epoch, with the batches that were not seen yet."""
 
     _iter: int
     _done: int
@@ -32,12 +33,12 @@ class ResumableEpochLoop(EpochBasedTrainLoop):
 
     def run(self) -> torch.nn.Module:
         _restore_seeds(self.runner, self.dataloader)
-        hub = self.runner.message_hub  # saved in checkpoints and restored from them
+        hub = self.runner.message_hub  # its content is saved in checkpoints and restored from them
         length, saved_length = len(self.dataloader), hub.runtime_info.get('batches_in_epoch')
         self._done = self._iter - self._epoch * (saved_length or length)
         if self._done and saved_length != length:
             print_log(
-                f'Epoch {self._epoch + 1} starts over: it had {saved_length} batches when it was saved, now {length}.',
+                f'Epoch {self._epoch + 1} starts over, because it now has {length} batches instead of {saved_length}.',
                 'current',
             )
             self._done = 0
@@ -67,7 +68,7 @@ class ResumableEpochLoop(EpochBasedTrainLoop):
 
 @LOOPS.register_module()
 class ResumableIterLoop(IterBasedTrainLoop):
-    """``IterBasedTrainLoop`` that goes on where it was, and loads no image only to get there."""
+    """``IterBasedTrainLoop`` that resumes without loading the images of earlier iterations."""
 
     _iter: int
 
@@ -88,7 +89,7 @@ class ResumableIterLoop(IterBasedTrainLoop):
 
 @LOOPS.register_module(name='ResumableLoop')
 def resumable_loop(runner: Runner, dataloader: Any, **settings: Any) -> BaseLoop:
-    """Builds a loop by epochs for settings with ``max_epochs``, and one by iterations for settings with ``max_iters``.
+    """Builds an epoch-based loop for settings with ``max_epochs``, and an iteration-based loop otherwise.
 
     Example:
         train_cfg = dict(type='ResumableLoop', max_epochs=12, val_interval=1)
@@ -98,7 +99,7 @@ def resumable_loop(runner: Runner, dataloader: Any, **settings: Any) -> BaseLoop
 
 
 class _Batches:
-    """What ``IterBasedTrainLoop`` takes its batches from; they never end."""
+    """Endless source of batches for ``IterBasedTrainLoop``."""
 
     def __init__(self, loader: DataLoader) -> None:
         self.loader = loader
@@ -114,7 +115,10 @@ class _Batches:
 
 
 def _with_numbers(loader: Any, endless: bool = False) -> Any:
-    """The settings of a loader, with numbered batches. A loader without batches, or built already, stays as it is."""
+    """Changes the settings of a loader so that its samples are numbered.
+
+    Loaders that are already built, or that load no batches, are returned unchanged.
+    """
     if not isinstance(loader, dict) or loader.get('batch_size') is None:
         return loader
     loader = dict(loader)
@@ -124,16 +128,19 @@ def _with_numbers(loader: Any, endless: bool = False) -> Any:
 
 
 def _show_batch_size(loader: DataLoader) -> None:
-    """Sets the loader's batch size, which PreciseBNHook of MMPretrain reads.
+    """Sets the batch size of the loader, which MMPretrain's PreciseBNHook reads.
 
-    Next to a batch sampler torch leaves it None, and has no public way to set it.
+    With a batch sampler torch leaves the batch size None, and offers no public way to set it.
     """
     if isinstance(loader.batch_sampler, NumberedBatchSampler):
         vars(loader)['batch_size'] = loader.batch_sampler.batch_size
 
 
 def _restore_seeds(runner: Runner, loader: DataLoader) -> None:
-    """The sampler was built before the checkpoint was read, with a new seed where the config has none."""
+    """Restores the sampler's seed from the checkpoint.
+
+    The sampler is built before the checkpoint is loaded, and has a new seed if the config sets none.
+    """
     if isinstance(loader.batch_sampler, NumberedBatchSampler):
         sampler, hub = loader.batch_sampler.sampler, runner.message_hub
         loader.batch_sampler.seed = runner.seed

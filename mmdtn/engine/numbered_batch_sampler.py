@@ -1,4 +1,4 @@
-"""Batches whose samples are augmented alike, whoever loads them and whenever."""
+"""Batch sampler that makes augmentation independent of the data workers."""
 
 import random
 from collections.abc import Iterator, Sequence
@@ -15,31 +15,35 @@ from torch.utils.data import Sampler
 
 @DATA_SAMPLERS.register_module()
 class NumberedBatchSampler(Sampler):
-    """The batches of another batch sampler, each sample numbered by its place in the whole run over all processes.
+    """Batch sampler that numbers the samples of another batch sampler, and seeds the augmentation of each.
 
-    A sample's augmentation is seeded with its number, so it depends neither on the data workers nor on what else drew
-    random numbers before. The data set stays as it is: torch's loader, says its documentation, fetches a batch as
-    ``[dataset[i] for i in batch]``, and to go through a batch made here seeds the generators before each index, in the
-    process that loads. (torchdata's ``StatefulDataLoader`` saves the workers' states: it ties a run to their number.)
+    The number of a sample is its position in the whole run over all processes. The augmentation depends on this number,
+    but neither on the data workers nor on random numbers drawn before.
+
+    The dataset needs no change. As documented, torch's loader fetches a batch as ``[dataset[i] for i in batch]``.
+    Iterating over a batch of this sampler seeds the random generators before each index, in the process that loads the
+    sample. ``StatefulDataLoader`` of torchdata saves the random states of the workers, so a run must resume with the
+    same number of workers.
 
     Args:
-        sampler, batch_size: As for any batch sampler; mmengine gives both.
-        batch_sampler: Settings of the one whose batches to take.
-        seed: Of the augmentation.
-        endless: Start over, with the sampler's next epoch, where the batches end.
+        sampler: Sampler of the indices, which mmengine passes.
+        batch_size: Number of samples in a batch, which mmengine passes.
+        batch_sampler: Config of the batch sampler that forms the batches.
+        seed: Seed of the augmentation.
+        endless: Whether the sampler's next epoch follows after the last batch.
     """
 
     def __init__(
         self, sampler: Any, batch_size: int, batch_sampler: dict, seed: int = 0, endless: bool = False
     ) -> None:
-        self.sampler, self.batch_size = sampler, batch_size  # which mmengine reads
+        self.sampler, self.batch_size = sampler, batch_size  # mmengine reads both
         self.seed, self.endless = seed, endless
         inner = dict(sampler=sampler, batch_size=batch_size)
         self.batch_sampler: Any = DATA_SAMPLERS.build(batch_sampler, default_args=inner)
         self._skipped = 0
 
     def skip(self, batches: int) -> None:
-        """Leaves out this many batches the next time, as they were seen before; none of their images is loaded."""
+        """Skips this many batches at the start of the next iteration, without loading their images."""
         self._skipped = batches
 
     def __len__(self) -> int:
@@ -69,7 +73,7 @@ class NumberedBatchSampler(Sampler):
 
 @dataclass
 class NumberedBatch:
-    """Indices of a data set; to go through them seeds all generators for each."""
+    """Indices of the samples in a batch. Iterating over them seeds all random generators before each index."""
 
     indices: Sequence[int]
     numbers: Sequence[int]
@@ -85,7 +89,7 @@ class NumberedBatch:
 
 
 def seed_everything(seed: int, stream: int, number: int) -> None:
-    """Seeds Python, NumPy and torch with one number made of three."""
+    """Seeds Python, NumPy and torch with a number that is derived from the arguments."""
     value = int(np.random.SeedSequence((seed, stream, number)).generate_state(1)[0])
     random.seed(value)
     np.random.seed(value)

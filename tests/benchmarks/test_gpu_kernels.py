@@ -1,4 +1,4 @@
-"""Measurements of GPU kernels that need no GPU."""
+"""Benchmarks of GPU kernels that need no GPU."""
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ def test_the_floor_of_a_layer(batch):
     assert [kernel.name for kernel in kernels] == KERNELS + BACKWARD
     by_name = {kernel.name: kernel for kernel in kernels}
     x = POOLED._replace(batch=batch).tensors().x
-    # It reads x, and writes K + 2 numbers of each token and two maps of cells, each a quarter of x.
+    # The kernel reads x, and writes K + 2 numbers for each token and two maps of cells, each a quarter of x.
     assert by_name['_statistics'].moves == pytest.approx(
         x.nbytes * (1 + 4 / 24 + 2 / 4) / gpu.bandwidth * 1e6, rel=1e-3
     )

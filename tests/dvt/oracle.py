@@ -1,6 +1,6 @@
-"""DVT a second time, as the paper's text has it: dense matrices, every sum written out, names as in published files.
+"""Second implementation of DVT, written from the text of the paper, with the names in published files.
 
-It shares nothing with the package. Matrices of all pairs of tokens make it slow.
+The implementation shares no code with the package. Its matrices of all pairs of tokens make it slow.
 """
 
 import math
@@ -13,7 +13,7 @@ PATCHES = dict(less_less_token=(32, 0), less_token=(23, 3), normal_token=(16, 0)
 
 
 def cascade(state, images, heads):
-    """Logits of each exit."""
+    """Returns the logits of each exit."""
     out, tokens, logits = [], None, None
     for prefix in SPLITS:
         own = {key[len(prefix) + 1 :]: value for key, value in state.items() if key.startswith(f'{prefix}.')}
@@ -64,7 +64,7 @@ def classify(w, images, heads, prefix, upstream, relations):
 
 
 def averages(s, t):
-    """U: row i is the mean of the fine cells, half a coarse one each, that coarse cell i of t meets."""
+    """Returns U, whose row i averages the fine cells, half a coarse cell wide, that coarse cell i of t meets."""
     U = torch.zeros(t, s)
     for i in range(t):
         fine = range(math.floor(Fraction(2 * s * i, t)), math.ceil(Fraction(2 * s * (i + 1), t)))
@@ -120,7 +120,7 @@ def linear(x, w, name):
 
 
 def mix(x, w, name):
-    """A convolution of one pixel: channels of each pair of tokens."""
+    """Applies a 1 x 1 convolution to the channels of each pair of tokens."""
     return torch.einsum('bcmn,dc->bdmn', x, w[f'{name}.weight'][..., 0, 0]) + w[f'{name}.bias'][:, None, None]
 
 

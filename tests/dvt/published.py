@@ -1,4 +1,4 @@
-"""The published DVT as its files show it: names and shapes of its weights, and weights drawn from a name alone."""
+"""Names and shapes of the weights in published DVT files, and random weights that depend on the names only."""
 
 import hashlib
 import math
@@ -30,7 +30,7 @@ REUSES = dict(none=(False, False), feature=(True, False), relation=(False, True)
 
 
 def shapes(model: Model, features: bool = True, relations: bool = True, classes: int = 1000) -> dict[str, tuple]:
-    """Every key of the file and the shape of its tensor."""
+    """Returns the shape of every tensor in the file by its key."""
     family, width, depth, heads, hidden = model
     out: dict[str, tuple] = {}
 
@@ -79,7 +79,7 @@ def shapes(model: Model, features: bool = True, relations: bool = True, classes:
 
 
 def weights(model: Model, features: bool = True, relations: bool = True) -> dict[str, torch.Tensor]:
-    """A state dict in which each tensor depends on nothing but its key and shape, and no tensor is plain."""
+    """Returns a state dict in which each tensor depends on its key and shape only, and no tensor is constant."""
     return {key: tensor(key, shape, model.family) for key, shape in shapes(model, features, relations).items()}
 
 

@@ -1,4 +1,4 @@
-"""Small cascades of both families, and pictures for them."""
+"""Small cascades of both families, and images for them."""
 
 import torch
 from mmpretrain.structures import DataSample
@@ -18,7 +18,7 @@ def small(family: str = 'deit', **options) -> DVT:
 
 
 def drawn(family: str = 'deit', **options) -> DVT:
-    """In evaluation mode, with weights that make its answers differ from image to image."""
+    """Returns a model in evaluation mode, with weights that make predictions differ between images."""
     model = randomised(small(family, **options))
     with torch.no_grad():
         for exit in model.exits:
@@ -32,7 +32,7 @@ def images(family: str = 'deit', number: int = 2) -> torch.Tensor:
 
 
 def samples(number: int, mixed: bool = False) -> list[DataSample]:
-    """With labels, or with the scores that mixing images gives."""
+    """Returns data samples with labels, or with scores as for mixed images."""
     labels = torch.arange(number) % 7
     if not mixed:
         return [DataSample().set_gt_label(label) for label in labels]

@@ -1,4 +1,4 @@
-"""Thresholds against a literal loop over images, against what the authors' code found, and against all there are."""
+"""Compares thresholds with a loop over images, with those of the authors' code, and with an exhaustive search."""
 
 import itertools
 import json
@@ -15,7 +15,7 @@ GFLOPS = torch.tensor([0.47, 1.43, 3.31])
 
 
 def drawn(images: int, exits: int = 3, decimals: int | None = None, seed: int = 0):
-    """Confidences, and hits that are the likelier the higher they are."""
+    """Returns random confidences, and hits that are more likely for higher confidences."""
     rng = torch.Generator().manual_seed(seed)
     ease = torch.rand(images, generator=rng)
     conf = (ease + 0.15 * torch.arange(exits)[:, None] + 0.2 * torch.randn(exits, images, generator=rng)).sigmoid()
@@ -24,7 +24,7 @@ def drawn(images: int, exits: int = 3, decimals: int | None = None, seed: int = 
 
 
 def loop(conf, share):
-    """One row of thresholds, image by image."""
+    """Applies one row of thresholds image by image."""
     exits, images = conf.shape
     left, out = set(range(images)), []
     for k in range(exits - 1):
@@ -61,7 +61,9 @@ def test_thresholds_are_those_of_a_loop_over_images(images, decimals, exits):
 
 
 def tables(case):
-    """Confidences, given in hundredths, and hits, given as bits, of the authors' sets: (calibration, validation)."""
+    """Returns confidences, stored in hundredths, and hits, stored as bits, of the authors' calibration and validation
+    sets.
+    """
     out = []
     for part, source in (('cal', case), ('val', 'ties')):
         conf = GOLDEN[f'budget/{source}/{part}_conf']
@@ -88,7 +90,7 @@ def test_thresholds_and_curves_are_those_of_the_authors_code(case):
 
 @pytest.mark.parametrize(('exits', 'first', 'last'), [(3, (0.950, 0.0475, 0.0024), (0.079, 0.233, 0.688))])
 def test_the_ends_of_the_curve(exits, first, last):
-    """Of T2T-ViT-12: 0.527 to 2.784 GFLOPs on the calibration set."""
+    """The curve of T2T-ViT-12 goes from 0.527 to 2.784 GFLOPs on the calibration set."""
     shares = budget.shares(exits)
     for got, want in ((shares[0], first), (shares[-1], last)):
         torch.testing.assert_close(got, torch.tensor(want), rtol=0, atol=5e-4)
@@ -109,7 +111,7 @@ def test_images_leave_together_or_not_at_all():
 
 @pytest.mark.parametrize('exits', [2, 3])
 def test_search_finds_the_best_of_all_thresholds(exits):
-    """Against every combination of the confidences themselves, which is all that can make a difference."""
+    """Every combination of the confidences themselves is tried, as only these thresholds can make a difference."""
     conf, hit = drawn(14, exits, seed=2)
     cost = torch.tensor([1.0, 2.0, 5.0])[:exits]
     rows = itertools.product(*([*row.tolist(), 1e8] for row in conf[:-1]))
@@ -135,7 +137,7 @@ def test_search_is_never_below_the_sweep_on_its_own_images(candidates):
 
 def test_a_budget_below_the_first_exit_is_refused():
     conf, hit = drawn(10)
-    with pytest.raises(ValueError, match=r'costs less than 0\.47 GFLOPs, but 0\.4 are'):
+    with pytest.raises(ValueError, match=r'0\.4 GFLOPs .*0\.47 GFLOPs'):
         budget.search(conf, hit, GFLOPS, torch.tensor([0.4, 1.0]))
 
 
@@ -143,7 +145,7 @@ def test_thresholds_of_a_budget_are_read_from_a_curve(tmp_path):
     file = tmp_path / 'budget.json'
     file.write_text(json.dumps(dict(sweep=[dict(gflops=g, thresholds=[g, 0.5, -1e8]) for g in (0.5, 0.9, 1.2)])))
     assert budget.read_thresholds(file, 1.0) == [0.9, 0.5, -1e8]
-    with pytest.raises(ValueError, match=r'cheapest thresholds in .+ take 0\.5 in the mean'):
+    with pytest.raises(ValueError, match=r'cheapest thresholds in .+ 0\.5 '):
         budget.read_thresholds(file, 0.4)
     with pytest.raises(ValueError, match="no curve 'exact'"):
         budget.read_thresholds(file, 0.4, search='exact')

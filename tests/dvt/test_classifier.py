@@ -1,4 +1,4 @@
-"""DVT as a classifier of MMPretrain: losses, predictions, leaving early, training."""
+"""DVT as a classifier of MMPretrain: losses, predictions, early exit and training."""
 
 import pytest
 import torch
@@ -59,7 +59,7 @@ def chosen_afterwards(model, x):
 
 
 def gaps(model, x):
-    """Thresholds halfway between the probabilities of each exit, where rounding decides nothing."""
+    """Returns thresholds halfway between the probabilities of each exit, so that rounding cannot matter."""
     for conf in torch.stack([logits.softmax(-1).amax(-1) for logits in model(x, exits=2)]):
         ordered = conf.sort().values
         yield [0.0, *((ordered[1:] + ordered[:-1]) / 2).tolist(), 2.0]
@@ -134,7 +134,7 @@ def test_a_step_moves_what_is_learned_and_nothing_else(family):
     sum(model(images(family), samples(2), mode='loss').values()).backward()
     optimizer.step()
     still = {name for name, t in [*model.named_parameters(), *model.named_buffers()] if torch.equal(t, before[name])}
-    # The last block's image tokens are read by nobody, and the class token joins zeros.
+    # Nothing reads the image tokens of the last block, and the class token is joined with zeros.
     fixed = {f'exits.2.blocks.1.features.{n}.{p}' for n in ('norm', 'mlp.fc1', 'mlp.fc2') for p in ('weight', 'bias')}
     if family == 't2t':
         fixed |= {f'exits.{k}.pos_embed' for k in range(3)}
@@ -178,7 +178,7 @@ def test_images_of_other_sizes_get_other_grids(family):
 
 @torch.no_grad()
 def test_other_sizes_are_as_in_a_model_made_for_them():
-    """T2T-ViT learns nothing about places, so that its weights fit any size."""
+    """T2T-ViT learns no position embeddings, so its weights fit any image size."""
     model, larger = drawn('t2t'), small('t2t', grids=(4, 6, 8), img_size=128).eval()
     larger.load_state_dict(model.state_dict())
     x = torch.randn(2, 3, 128, 128)
@@ -191,7 +191,7 @@ def test_on_other_grids_the_class_token_keeps_its_learned_position():
     model, moved, x = drawn('deit'), drawn('deit'), torch.randn(1, 3, 30, 56)
     moved.load_state_dict(model.state_dict())
     for exit, other in zip(model.exits, moved.exits, strict=True):
-        exit.pos_embed[:, 1:] = 0.3  # alike everywhere, and so on any grid
+        exit.pos_embed[:, 1:] = 0.3  # the same everywhere, and therefore on any grid
         other.cls_token.copy_(exit.cls_token + exit.pos_embed[:, :1] - 0.3)
         other.pos_embed.fill_(0.3)
     for got, want in zip(model(x), moved(x), strict=True):
@@ -201,7 +201,7 @@ def test_on_other_grids_the_class_token_keeps_its_learned_position():
 @pytest.mark.parametrize('family', FAMILIES)
 def test_forward_on_fake_cuda_tensors_without_waiting_for_results(family):
     side = ARCHS[family]['img_size']
-    with FakeTensorMode(), torch.device('cuda'):  # in which a value that is looked at raises
+    with FakeTensorMode(), torch.device('cuda'):  # a value of this type raises when it is read
         model, x = small(family), torch.randn(2, 3, side, side)
         for size in (x, torch.randn(2, 3, 2 * side, side)):
             assert all(logits.device.type == 'cuda' for logits in model(size))
@@ -235,12 +235,12 @@ def test_frozen_parts_are_not_trained():
     [
         (dict(arch='t2t-13'), "'t2t-13'.*'t2t-12'"),
         (dict(arch=dict(ARCHS['deit']['arch'], family='swin')), 'family'),
-        (dict(grids=(7, 4)), 'as fine as the one before'),
-        (dict(grids=(3, 7)), 'up to twice as fine'),
+        (dict(grids=(7, 4)), r'grids=\(7, 4\)'),
+        (dict(grids=(3, 7)), r'grids=\(3, 7\)'),
         (dict(grids=(14, 28, 29)), '28 px has no 29 patches'),
-        (dict(arch='t2t-12', grids=(7, 9), img_size=224), r'\[7, 10, 14\] tokens along 224 px, but 9'),
-        (dict(dtn_layers=3), 'within the 2 blocks'),
-        (dict(loss_weights=[1.0]), 'there are 3 exits'),
+        (dict(arch='t2t-12', grids=(7, 9), img_size=224), r'\[7, 10, 14\] tokens along 224 px, but not 9'),
+        (dict(dtn_layers=3), 'dtn_layers=3 .*2 blocks'),
+        (dict(loss_weights=[1.0]), 'loss_weights.* 3 exits'),
         (dict(thresholds=[0.5]), '3 exits need 2'),
         (dict(train_cfg=dict(frozen=['stam'])), "no 'stam'"),
         (dict(arch=dict(ARCHS['deit']['arch'], num_heads=5)), '5 attention heads do not divide 48'),
@@ -257,7 +257,7 @@ def test_modes_that_are_none_are_refused():
 
 
 def test_the_small_numbers_that_keep_from_dividing_by_zero():
-    """Too small for outputs to show them, unless inputs are chosen for it."""
+    """The epsilons are too small to change outputs unless the inputs are chosen for it."""
     for family, eps in (('t2t', 1e-5), ('deit', 1e-6)):
         assert {m.eps for m in small(family).modules() if isinstance(m, nn.LayerNorm)} == {eps}
     performer = small('t2t').exits[0].stem.attention1

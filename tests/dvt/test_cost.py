@@ -1,4 +1,4 @@
-"""FLOPs against those of the paper and of its counting."""
+"""Compares FLOPs with those in the paper, and with the paper's way of counting."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from mmdtn.dvt import DVT
 
 from .published import REUSES
 
-# GFLOPs up to each exit, counted as the paper counts; of T2T-ViT-12 also as its Table 6 prints them.
+# GFLOPs up to each exit, counted as in the paper. For T2T-ViT-12 they are also printed in Table 6.
 GFLOPS = {
     't2t-12': dict(
         none=(0.4725, 1.3707, 3.1454),

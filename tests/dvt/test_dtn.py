@@ -1,4 +1,4 @@
-"""DTN in a cascade: image tokens on the grid of their exit, the class token beside it."""
+"""DTN in a cascade, with image tokens on the grid of their exit and a class token in front."""
 
 import pytest
 import torch

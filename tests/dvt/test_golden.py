@@ -1,6 +1,6 @@
-"""Against the authors' code: outputs of their models, and of their search for thresholds, that were noted once.
+"""Compares outputs and thresholds with recorded results of the authors' code.
 
-Their weights were drawn, here as there, from the names of the tensors; every eighth class is kept.
+In both cases the weights were drawn from the names of the tensors. Every eighth class is recorded.
 """
 
 from pathlib import Path

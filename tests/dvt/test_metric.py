@@ -1,4 +1,4 @@
-"""The numbers of an evaluation, against those of a count by hand."""
+"""Compares the metric with results that were counted by hand."""
 
 import pytest
 import torch

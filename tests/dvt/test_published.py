@@ -1,4 +1,4 @@
-"""Files of the published layout: keys, counts, in and out, what is refused; and a second implementation."""
+"""Published files are read and written, wrong files are refused, and a second implementation gives the same outputs."""
 
 import argparse
 import hashlib
@@ -19,8 +19,8 @@ PARAMETERS = {
     't2t-14': (21_574_656, 23_156_110, 23_151_070),
     'deit-s': (22_878_952, 23_920_456, 23_642_824),
 }
-ALONE = {'t2t-12': 6_941_902, 't2t-14': 21_545_550, 'deit-s': 22_050_664}  # T2T-ViT's and DeiT's own
-# Number of tensors, and a fingerprint of all keys and shapes as the authors' code has them.
+ALONE = {'t2t-12': 6_941_902, 't2t-14': 21_545_550, 'deit-s': 22_050_664}  # the epsilons of T2T-ViT and DeiT
+# Number of tensors, and a hash of all keys and shapes in the authors' code.
 FILES = {
     't2t-12': (650, 'ac5c186ca042f0f7'),
     't2t-14': (740, 'e1ec220d5e749fb0'),
@@ -90,7 +90,7 @@ def test_every_exit_of_the_published_models_equals_a_second_implementation(name,
 
 
 def test_the_keys_are_those_of_the_document():
-    """What the tests draw weights for is the whole published file."""
+    """The tests draw weights for all tensors of the published files."""
     for name, m in MODELS.items():
         assert len(shapes(m)) == FILES[name][0]
         assert sum(math.prod(shape) for shape in shapes(m).values()) == sum(PARAMETERS[name])

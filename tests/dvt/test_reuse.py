@@ -1,4 +1,4 @@
-"""Resampling and reuse: what is handed on from exit to exit, and what it changes."""
+"""Resampling and reuse: what each exit hands to the next, and its effect."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ SIZES = [(7, 10), (10, 14), (7, 14), (12, 16), (5, 5)]
 
 
 def matrix(s: int, t: int) -> torch.Tensor:
-    """Of ``resample``, ``t t x s s``: what it makes of maps with a single one."""
+    """Returns the matrix of ``resample``, ``t t x s s``, from its outputs for one-hot maps."""
     return resample(torch.eye(s * s), (s, s), (t, t)).T
 
 
@@ -65,7 +65,7 @@ def test_relations_keep_row_and_column_of_the_class_token():
 
 
 def pair(**options):
-    """Two cascades with the same weights where both have them."""
+    """Returns two cascades that have the same weights where both have them."""
     one = randomised(DVT(**SMALL))
     other = DVT(**SMALL | options).eval()
     other.load_state_dict({k: v for k, v in one.state_dict().items() if k in other.state_dict()}, strict=True)
@@ -85,7 +85,7 @@ def test_without_its_last_convolution_an_exit_is_one_without_relationship_reuse(
 
 @torch.no_grad()
 def test_features_of_zero_still_move_the_statistics_of_the_second_norm():
-    """A block without features differs; one whose second norm is written out, with 48 zeros in it, does not."""
+    """Zero features change the result, in the same way as a second norm that is written out with 48 zeros."""
     model = randomised(DVT(**SMALL | dict(reuse_relations=False, grids=(3, 4))))
     plain = randomised(DVT(**SMALL | dict(reuse_relations=False, reuse_features=False, grids=(3, 4))), seed=1)
     state = {k: v for k, v in model.state_dict().items() if '.features.' not in k}
@@ -130,7 +130,7 @@ def test_the_last_exits_loss_reaches_the_first_exits_blocks_but_not_its_answer(f
     reached = {name for name, p in model.exits[0].named_parameters() if p.grad is not None and p.grad.abs().sum() > 0}
     never = {'norm.weight', 'norm.bias', 'head.weight', 'head.bias'}
     everything = {name for name, _ in model.exits[0].named_parameters()}
-    if not features:  # of the last block nothing is handed on but its logits
+    if not features:  # only the logits of the last block are reused
         last = {name for name in everything if name.startswith('blocks.1.') and '.norm1.' not in name}
         never |= last - {'blocks.1.attn.qkv.weight', 'blocks.1.attn.qkv.bias'}
     assert everything - reached == never

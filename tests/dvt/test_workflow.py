@@ -1,4 +1,4 @@
-"""From a config to a curve, by the command lines: training, resuming, testing, thresholds, leaving early, pictures."""
+"""Runs the command lines from a config to a curve: training, resuming, testing, thresholds, early exit and figures."""
 
 import json
 
@@ -42,7 +42,7 @@ custom_hooks = [dict(type='EMAHook', momentum=0.5)]
 
 @pytest.fixture(scope='module')
 def trained(tmp_path_factory):
-    """A folder with a config, and its training, the first time at once, the second time in two parts."""
+    """Returns a folder with a config and two trainings: one without a stop, and one in two parts."""
     folder = tmp_path_factory.mktemp('cascade')
     data = write_classification(folder / 'data', train=40, val=30)
     (folder / 'config.py').write_text(CONFIG.format(repo=REPO, data=data))
@@ -55,7 +55,7 @@ def trained(tmp_path_factory):
 
 @pytest.fixture(scope='module')
 def curve(trained):
-    """What mode 2 writes."""
+    """Returns the output of mode 2."""
     options = ['--images', '30', '--leave-early', '--publish', str(trained / 'published.pth')]
     arguments = [str(trained / 'config.py'), str(trained / 'one' / 'epoch_2.pth'), '--out', str(trained / 'budget')]
     dvt_budget.main([*arguments, *options])
@@ -126,7 +126,7 @@ def test_stored_results_are_read_and_measured_again(trained, curve, capsys):
     said = capsys.readouterr().out
     assert f'{curve["anytime"][2]:.2f} at {curve["gflops"][2]:.4g} GFLOPs' in said
     assert f'{curve["sweep"][-1]["gflops"]:<7.4g} {curve["sweep"][-1]["accuracy"]:6.2f}' in said
-    with pytest.raises(SystemExit, match='holds no stored results'):
+    with pytest.raises(SystemExit, match='no stored results'):
         dvt_budget.main([config, str(trained / 'one' / 'epoch_2.pth'), '--mode', '0'])
 
 

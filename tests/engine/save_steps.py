@@ -1,4 +1,4 @@
-"""A hook for configs in tests: saves the gradients of the first step, and what the loss was."""
+"""Hook for configs in tests that saves the gradients of the first step, and the losses."""
 
 from pathlib import Path
 

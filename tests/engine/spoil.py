@@ -1,4 +1,6 @@
-"""Parts for configs in tests: a transform that spoils an image, and hooks that tell precision or slow a step down."""
+"""Classes for configs in tests: a transform that spoils an image, and hooks that print the precision or slow a step
+down.
+"""
 
 import time
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What mmengine loads by itself, for ``load_from`` and tests, is fetched and read by this package."""
+"""MMEngine fetches and reads checkpoints with the loaders of this package, for ``load_from`` and for tests."""
 
 import torch
 from mmengine.runner import CheckpointLoader

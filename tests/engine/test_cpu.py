@@ -1,4 +1,4 @@
-"""Freed memory is there for the next tensor."""
+"""Freed memory is reused for the next tensor."""
 
 import platform
 import subprocess
@@ -30,7 +30,7 @@ def test_freed_memory_is_not_fetched_again():
         return int(done.stdout)
 
     assert fetched('keep') < 100
-    assert fetched('as usual') > 100  # or the machine fetches so large pages that nothing is to be gained
+    assert fetched('as usual') > 100  # otherwise pages are so large on this machine that nothing can be gained
 
 
 @pytest.mark.parametrize('accelerator', [False, True])

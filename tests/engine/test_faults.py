@@ -15,7 +15,7 @@ def coco(tmp_path_factory):
 
 @pytest.fixture
 def annotations(coco, tmp_path):
-    """The content of an annotation file, and a function that writes it to a new one."""
+    """Returns the content of an annotation file, and a function that writes it to a new file."""
     content = json.loads((coco / 'annotations' / 'instances_train.json').read_text())
 
     def write():
@@ -42,7 +42,7 @@ def test_a_good_file_has_no_faults(annotations):
             "annotation 2 of image 1 (000001.jpg) has no box of four numbers, but ['4', '4', '9', '3']",
         ),
         (dict(category_id=6), 'annotation 2 of image 1 (000001.jpg) has category 6; the file defines 1 to 5'),
-        (dict(image_id=77), 'annotation 2 of image 77 (which is not in the file)'),
+        (dict(image_id=77), 'annotation 2 of image 77 (not in the file)'),
         (dict(id=1), 'annotation id 1 is used more than once'),
     ],
 )
@@ -64,7 +64,7 @@ def test_classes_of_the_config_are_those_of_the_file_in_its_order(annotations):
     content, write = annotations
     names = [category['name'] for category in content['categories']]
     assert coco_faults(write(), names) == coco_faults(write(), [names[0], names[3]]) == []
-    with pytest.raises(DataError, match=r"changed\.json has no category 'rong'; nearest: ring.*: it has checked, cr"):
+    with pytest.raises(DataError, match=r"changed\.json has no category 'rong'; nearest: ring.* checked, cr"):
         coco_faults(write(), ['rong'])
     with pytest.raises(DataError, match=rf"another order .*classes=\('{names[0]}', '{names[3]}'\)\)"):
         coco_faults(write(), [names[3], names[0]])
@@ -73,7 +73,7 @@ def test_classes_of_the_config_are_those_of_the_file_in_its_order(annotations):
 def test_files_without_anything_to_use(annotations, tmp_path):
     content, write = annotations
     area = content['annotations'][1].pop('area')
-    with pytest.raises(DataError, match=r'changed\.json: 1 annotations have no "area".* the first has the id 2'):
+    with pytest.raises(DataError, match=r'changed\.json: 1 annotations have no "area".* id 2'):
         coco_faults(write())
     content['annotations'][1]['area'] = area
     content['images'] = []
@@ -83,7 +83,7 @@ def test_files_without_anything_to_use(annotations, tmp_path):
     with pytest.raises(DataError, match=r'changed\.json lacks categories'):
         coco_faults(write())
     del content['annotations']
-    assert coco_faults(write()) == []  # as COCO's files of test images
+    assert coco_faults(write()) == []  # like COCO's files for test images
     path = tmp_path / 'half.json'
     path.write_text('{"images": [{"id": 1, "file_na')
     with pytest.raises(DataError, match=r'half\.json is not JSON: .* line 1 column'):
@@ -91,7 +91,7 @@ def test_files_without_anything_to_use(annotations, tmp_path):
     path.write_text('[]')
     with pytest.raises(DataError, match=r'half\.json is a list'):
         coco_faults(str(path), ['ring'])
-    assert coco_faults(str(path)) == []  # as the captions of MMPretrain
+    assert coco_faults(str(path)) == []  # like the captions of MMPretrain
     path.write_text('{"metainfo": {}, "data_list": []}')
     assert coco_faults(str(path)) == []  # OpenMMLab's own format
 
@@ -135,7 +135,7 @@ def test_whole_and_broken_images(tmp_path, kind, mode):
     Image.fromarray(noise).convert(mode).save(path)
     content = path.read_bytes()
     assert image_fault(str(path)) is None
-    path.write_bytes(content + b'\0' * 500)  # some cameras write behind the end
+    path.write_bytes(content + b'\0' * 500)  # some cameras append bytes to the image
     assert image_fault(str(path)) is None
     for part in (0.5, 0.9):
         path.write_bytes(content[: int(len(content) * part)])

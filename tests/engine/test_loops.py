@@ -11,7 +11,9 @@ BY_ITERATION = dict(type='ResumableIterLoop', max_iters=14)
 
 
 def assert_same(whole, resumed, first):
-    """A resumed run saw what the whole one saw after iteration ``first``, and came to the same weights."""
+    """Asserts that a resumed run saw the same samples as the whole run after iteration ``first``, and has the same
+    weights.
+    """
     runner, watch = whole
     resumed_runner, resumed_watch = resumed
     assert len(resumed_watch.seen) == len(watch.seen) - first
@@ -98,7 +100,7 @@ def test_an_epoch_of_another_length_starts_over(tmp_path):
 
 
 def test_processes_share_one_numbering(monkeypatch):
-    """Whoever loads a sample, it is augmented alike: the number of processes makes no difference."""
+    """The augmentation of a sample does not depend on the number of processes."""
 
     def numbers(rank, world_size):
         monkeypatch.setattr('mmdtn.engine.numbered_batch_sampler.get_dist_info', lambda: (rank, world_size))
@@ -123,7 +125,7 @@ def test_batches_are_those_of_the_batch_sampler_within(drop_last):
 
 
 class Shapes(Sampler):
-    """Even numbers are wide, odd ones tall."""
+    """Dataset whose even images are wide and whose odd images are tall."""
 
     def __init__(self, indices):
         self.indices, self.dataset = indices, self
@@ -139,7 +141,7 @@ class Shapes(Sampler):
 
 
 def test_an_iteration_loop_goes_through_a_finite_sampler_again_and_again(tmp_path):
-    """Each time in another order and with other augmentation; and exactly so after a resumption."""
+    """Each pass has another order and other augmentation, and a resumed run repeats both exactly."""
     whole = train(tmp_path / 'whole', loop=BY_ITERATION)
     samples = torch.cat([samples for *_, samples in whole[1].seen])
     indices = (samples[:, 0] // 1).tolist()
@@ -155,7 +157,7 @@ def test_an_iteration_loop_without_a_full_batch_ends():
 
 
 def test_mmpretrains_precise_bn_hook_averages_an_epoch(tmp_path, monkeypatch):
-    """It reads the loader's batch size, which torch leaves out beside a batch sampler."""
+    """The hook reads the loader's batch size, which torch leaves None if there is a batch sampler."""
     from mmpretrain.engine.hooks import PreciseBNHook
 
     class WithBatchNorm(toy.Toy):
@@ -166,5 +168,5 @@ def test_mmpretrains_precise_bn_hook_averages_an_epoch(tmp_path, monkeypatch):
     monkeypatch.setattr(toy, 'Toy', WithBatchNorm)
     runner, _ = train(tmp_path, hooks=[PreciseBNHook(num_samples=10)])
     assert runner.train_dataloader.batch_size == 2
-    # The index of a sample, 0 to 9, and a number between 0 and 1; the running mean would have come to 4.
+    # The data are the index of a sample, 0 to 9, and a number between 0 and 1. The running mean would be about 4.
     assert runner.model.layers[0].running_mean[0].item() == pytest.approx(5, abs=0.3)

@@ -1,4 +1,4 @@
-"""The smallest training run that has everything random in it: order, augmentation and dropout."""
+"""A very small training run with a random order, random augmentation and dropout."""
 
 import random
 import uuid
@@ -16,7 +16,7 @@ from mmdtn.engine.hooks import PendingGradientsHook, WholeCheckpointHook
 
 
 class Noisy(Dataset):
-    """Samples that depend on their index and on each random generator."""
+    """Dataset whose samples depend on their index and on each random generator."""
 
     def __init__(self, length=10):
         self.length = length
@@ -40,7 +40,7 @@ class Toy(BaseModel):
 
 
 class Validated(BaseMetric):
-    """Calls a function at the end of each validation."""
+    """Hook that calls a function at the end of each validation."""
 
     def __init__(self, function):
         super().__init__()
@@ -55,7 +55,7 @@ class Validated(BaseMetric):
 
 
 class Watch(Hook):
-    """Remembers the samples of each iteration."""
+    """Hook that records the samples of each iteration."""
 
     priority = 'LOWEST'
 
@@ -69,7 +69,7 @@ class Watch(Hook):
 def train(
     work_dir,
     load_from=None,
-    loop=dict(type='ResumableEpochLoop', max_epochs=3),  # noqa: B006  # never written to
+    loop=dict(type='ResumableEpochLoop', max_epochs=3),  # noqa: B006  # never modified
     sampler='DefaultSampler',
     workers=0,
     accumulate=1,
@@ -81,7 +81,7 @@ def train(
     validate=None,
     **checkpoint,
 ):
-    """The runner and its Watch, after the run. ``validate``: called in each validation."""
+    """Trains, and returns the runner and its Watch. ``validate`` is called in each validation."""
     watch = Watch()
     loader = dict(
         dataset=Noisy(length),
@@ -114,11 +114,11 @@ def train(
         resume=load_from is not None,
         randomness=dict(seed=seed),
         log_level='ERROR',
-        experiment_name=uuid.uuid4().hex,  # mmengine keeps a log hub for each name
+        experiment_name=uuid.uuid4().hex,  # mmengine has one message hub for each name
         cfg=dict(work_dir=str(work_dir)),
     )
     runner.train()
-    if workers:  # left to the garbage collector, they would be waited for in vain
+    if workers:  # the garbage collector would wait for the workers in vain
         runner.train_dataloader._iterator = None
         getattr(runner.train_loop, 'dataloader_iterator', runner).iterator = None
     return runner, watch

@@ -1,6 +1,6 @@
-"""Trains once without a stop and once killed again and again: python killed_runs.py CONFIG DIRECTORY KILLS
+"""Trains once without a stop, and once with many kills: python killed_runs.py CONFIG DIRECTORY KILLS
 
-A forked child starts in no time, because this process has imported everything.
+Forked children start quickly, because this process has already imported everything.
 """
 
 import os
@@ -36,7 +36,7 @@ def start(arguments, log, writes_before_death=None):
 
 
 def die_in_a_write(writes_before):
-    """Kills this process when half of a checkpoint is on the disk."""
+    """Kills this process when half of a checkpoint has been written."""
     left = iter([False] * writes_before)
 
     def write(self, content, path):
@@ -53,7 +53,7 @@ def die_in_a_write(writes_before):
 
 
 def kill_after(child, log, iterations, delay):
-    """After so many more iterations than there are in ``log``, or between two of them."""
+    """Kills the process so many iterations after those in ``log``, or between two iterations."""
     before = count_iterations(log)
     while count_iterations(log) < before + iterations:
         if os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT):

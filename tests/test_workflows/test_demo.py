@@ -1,4 +1,4 @@
-"""What `make demo` runs, with a few pictures and one epoch."""
+"""Runs `make demo` with a few images and one epoch."""
 
 import json
 import re
@@ -34,7 +34,7 @@ def test_the_demo_ends_with_a_summary_pictures_and_a_checkpoint(tmp_path):
         with Image.open(picture) as both, Image.open(tmp_path / 'data/shapes/val' / f'{picture.stem}.jpg') as one:
             assert both.size == (2 * one.width, one.height), 'truth and prediction, side by side'
     for moment in ('after one epoch', 'now'):
-        picture = tmp_path / said.partition(f'what it sees {moment}: ')[2].split()[0]
+        picture = tmp_path / said.partition(f'predictions {moment}: ')[2].split()[0]
         with Image.open(picture) as both:
             assert both.width > 1.5 * both.height
     report = tmp_path / said.partition('  report ')[2].split()[0]
@@ -47,7 +47,7 @@ def test_the_demo_ends_with_a_summary_pictures_and_a_checkpoint(tmp_path):
 
 
 def test_the_summary_has_the_figures_of_readme_for_layernorm_too(monkeypatch):
-    monkeypatch.setenv('CUDA_VISIBLE_DEVICES', '')  # which the demo sets, and which other tests are not to have
+    monkeypatch.setenv('CUDA_VISIBLE_DEVICES', '')  # the demo sets this variable, and other tests must not see it
     from tools.demo import LAYERNORM, TRAIN_LAYERNORM, figures
 
     metrics = {f'coco/{kind}_mAP{suffix}': 0.5 for kind in ('bbox', 'segm') for suffix in ('', '_50')}

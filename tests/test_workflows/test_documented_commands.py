@@ -35,7 +35,7 @@ from ..pages import REPO, commands
 from ..training import run_command, write_detector
 
 QUICK = ('python -c', 'python -m mmdtn.doctor', 'python tools/model_converters/convert.py', 'make test')
-FINISHED_WITHIN = 20 * 60  # seconds; for what hangs
+FINISHED_WITHIN = 20 * 60  # seconds, after which a command counts as hanging
 
 
 def cases():
@@ -49,7 +49,7 @@ def cases():
 
 @pytest.fixture(scope='session')
 def place(tmp_path_factory):
-    """A repository of links, with data, weights and finished runs beside."""
+    """Creates a directory of links to the repository, with data, weights and finished runs."""
     folder = tmp_path_factory.mktemp('newcomer')
     for name in ('configs', 'tools', 'requirements', 'mmdtn', 'Makefile', 'setup.py'):
         (folder / name).symlink_to(REPO / name)
@@ -67,7 +67,7 @@ def furnished(place):
         for severity in SEVERITIES:
             _link(place / 'data' / 'imagenet-c' / name / str(severity), place / 'data' / 'imagenet' / 'val')
     if (REPO / 'docs' / 'evidence').exists():
-        shutil.copytree(REPO / 'docs' / 'evidence', place / 'docs' / 'evidence')  # where tools/study.py writes
+        shutil.copytree(REPO / 'docs' / 'evidence', place / 'docs' / 'evidence')  # tools/study.py writes there
     for wnid in imagenet_folders()[:2]:
         _link(place / 'data' / 'imagenet-r' / wnid, place / 'data' / 'imagenet' / 'val' / 'n00000000')
     batches = [*(f'data_batch_{i}' for i in range(1, 6)), 'test_batch']
@@ -85,7 +85,7 @@ def furnished(place):
     write_detector(place / 'small.py', place / 'data' / 'few')
     for run, also in (('one', 'vit-mini_4e_cifar10-folder'), ('two', 'vit-mini-dtn_4e_cifar10-folder')):
         run_command(sys.executable, 'tools/train.py', 'small.py', '--work-dir', f'work_dirs/{run}', cwd=place)
-        (place / 'work_dirs' / also).symlink_to(run)  # for what compares finished runs
+        (place / 'work_dirs' / also).symlink_to(run)  # for tools that compare finished runs
     shutil.copy(place / 'work_dirs' / 'one' / 'epoch_2.pth', place / 'small.pth')
     srun = place / 'bin' / 'srun'
     srun.parent.mkdir()
@@ -95,7 +95,7 @@ def furnished(place):
 
 
 def _published(place):
-    """The weights that detectors start from, where a download would have put them."""
+    """Writes the weights that detectors start from to the download cache."""
     for config, make in (
         ('pvt/retinanet_pvt-t_fpn_1x_coco', published.pvt),
         ('swin/mask-rcnn_swin-t_fpn_1x_coco', published.swin),
@@ -107,7 +107,7 @@ def _published(place):
 
 
 def _coco(place):
-    """Generated pictures under COCO's names, of files and of classes."""
+    """Generates images under COCO's file and class names."""
     shapes = write_coco(place / 'data' / 'few', 8, 4)  # the demo has data/shapes
     coco = place / 'data' / 'coco'
     (coco / 'annotations').mkdir(parents=True)
@@ -124,7 +124,7 @@ def _link(place, target):
 
 
 def _folders(root, classes, side, splits):
-    """A folder for each of many classes, pictures in two of them."""
+    """Creates folders for many classes, with images in two of them."""
     for split in splits:
         for number in range(classes):
             folder = root / split / f'n{number:08}'
@@ -135,7 +135,7 @@ def _folders(root, classes, side, splits):
 
 
 def _cifar(root, batches, labels, meta, names):
-    """Pickles as CIFAR's own, with the keys that those have."""
+    """Writes pickles with the keys of CIFAR's files."""
     root.mkdir(parents=True)
     rng = np.random.default_rng(0)
     for name in batches:
@@ -145,7 +145,7 @@ def _cifar(root, batches, labels, meta, names):
 
 
 def _untrained(place, config, epoch):
-    """What the training that a page shows before would have left, but for the training."""
+    """Writes what the training shown before on the page would leave, without training."""
     cfg = Config.fromfile(REPO / 'configs' / f'{config}.py')
     cfg.model.get('backbone', cfg.model).init_cfg = None
     init_default_scope(cfg.default_scope)
@@ -157,7 +157,7 @@ def _untrained(place, config, epoch):
 
 
 def here(line: str) -> str:
-    """The command as this machine can run it."""
+    """Adapts the command so that this machine can run it."""
     line = re.sub(r'/path/to/python|\bPYTHON$', sys.executable, line)
     line = re.sub(r'\bCONFIG\b', 'small.py', line)
     line = re.sub(r'\bCHECKPOINT\b', 'small.pth', line)
@@ -166,7 +166,7 @@ def here(line: str) -> str:
     line = line.replace('10.1.1.1', '127.0.0.1')
     line = line.replace('requirements/', f'{REPO}/requirements/')  # not a package of links
     if line.startswith('make test'):
-        line = line.replace('make', 'make -n', 1)  # or this test would run itself
+        line = line.replace('make', 'make -n', 1)  # otherwise this test would run itself
     elif line.startswith('make demo'):
         line = f'make demo PYTHON={sys.executable}'
     elif line.startswith('python tools/train.py configs/'):
@@ -178,13 +178,13 @@ def here(line: str) -> str:
     elif 'dist_train.sh' in line:
         line = line.replace('small.py 8', 'small.py 2') + ' --work-dir work_dirs/several'
     elif 'study.py' in line:
-        line += ' --report' * ('--report' not in line)  # of the records; the runs take hours
+        line += ' --report' * ('--report' not in line)  # from the records, because the runs take hours
     elif 'corrupt.py' in line:
         line += ' --yes'
     elif 'benchmark_' in line:
         line += ' --repeats 1'
     if re.search(r'_cifar100?(-224)?\.py', line):
-        # MMPretrain knows the real files by their checksums, which generated ones cannot have.
+        # MMPretrain checks the checksums of the real files, which generated files cannot have.
         trust = 'import mmpretrain.datasets.cifar as c, runpy, sys; c.check_md5 = lambda *_: True; '
         run = 'sys.argv.pop(0); runpy.run_path(sys.argv[0], run_name="__main__")'
         line = line.replace('python ', f"python -c '{trust}{run}' ", 1)
@@ -220,7 +220,7 @@ def _called_srun(place, said):
     assert '--ntasks=16' in called and 'small.py' in called
 
 
-# What a command has to leave or say, beside ending well.
+# Files or output that a command has to produce, besides ending well.
 CHECKS = {
     'make demo': _demo_learned,
     'slurm_train.sh': _called_srun,

@@ -1,4 +1,4 @@
-"""What a user does: train a classifier with tools/train.py, then give its checkpoint to a detector."""
+"""Trains a classifier with tools/train.py, and then a detector from its checkpoint, as a user does."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""docs/inference.md: its pieces of Python run as they are, in a folder with the files that they name."""
+"""Runs the Python code in docs/inference.md unchanged, in a folder with the files that it names."""
 
 import json
 import re
@@ -15,7 +15,7 @@ from mmdtn.datasets import write_classification, write_coco
 from ..pages import REPO
 from ..training import write_classifier, write_detector
 
-PIECES = {}  # by a name that it imports or calls
+PIECES = {}  # by a name that the block imports or calls
 for block in re.findall(r'(?:^ {4}.*\n|^\n(?= {4}))+', (REPO / 'docs' / 'inference.md').read_text(), re.M):
     for word in ('import inference_detector', 'DetInferencer', 'ImageClassificationInferencer', 'compile('):
         if word in block:
@@ -30,7 +30,7 @@ test_dataloader = dict(dataset=dict(data_root='{data}', data_prefix='val', pipel
 
 
 def save_random(config, classes):
-    """A checkpoint as training leaves it, but for the training."""
+    """Saves a checkpoint as after training, but with random weights."""
     cfg = Config.fromfile(config)
     init_default_scope(cfg.default_scope)
     settings = dict(cfg.model, data_preprocessor=cfg.model.get('data_preprocessor', cfg.get('data_preprocessor')))
@@ -58,7 +58,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture
 def run(folder, monkeypatch):
-    """Runs one piece of the page; ``names`` is what those before have defined."""
+    """Runs one block of the page. ``names`` has the variables of earlier blocks."""
     monkeypatch.chdir(folder)
 
     def execute(piece, names, change=lambda text: text):
@@ -74,7 +74,7 @@ def test_detectors(run, folder, capsys):
     results = run('DetInferencer', {})['results']
     said = capsys.readouterr().out
     assert len(one) == 20 and len(results['predictions']) == 3 and '3 pictures' in said
-    of_batch = results['predictions'][0]  # in which sums are rounded otherwise
+    of_batch = results['predictions'][0]  # where sums are rounded differently
     torch.testing.assert_close(one.scores, torch.tensor(of_batch['scores']), rtol=1e-4, atol=1e-6)
     torch.testing.assert_close(one.bboxes, torch.tensor(of_batch['bboxes']), rtol=0, atol=1e-2)
     for picture in (folder / 'pictures').iterdir():

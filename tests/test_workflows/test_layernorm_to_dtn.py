@@ -1,4 +1,4 @@
-"""What a user does with a detector that has LayerNorm: turn it into one with DTN, without losing it, and train on."""
+"""Converts a detector with LayerNorm to DTN without losing accuracy, and continues its training, as a user does."""
 
 import sys
 
@@ -16,7 +16,9 @@ CONFIG = 'configs/demo/mask-rcnn_pvt-dtn_shapes.py'
 
 @pytest.fixture
 def config(tmp_path, request):
-    """The demo's detector on eight pictures, on which it is tested as well: of ``norm_cfg`` for ``iterations``."""
+    """Writes the config of the demo's detector with ``norm_cfg``, trained for ``iterations`` and tested on the same 8
+    images.
+    """
     write_coco(tmp_path / 'data', train=8, val=1)
 
     def make(name, norm_cfg, iterations, lr, load_from=None):

@@ -1,4 +1,4 @@
-"""Two processes over gloo do what one does with all the data."""
+"""Two processes over gloo give the same results as one process with all the data."""
 
 import re
 
@@ -19,9 +19,10 @@ from tests.training import (
 from tools.test import main as evaluate
 from tools.train import main as train
 
-# Five steps, without what has to differ: each process drops paths of its own, and pads its own batch. SGD, because Adam
-# makes a step of full size out of round-off where a gradient is zero, as that of the attention's key bias is. Small
-# steps, because those of 0.05 magnify round-off in convolutions before a GroupNorm, to 1e-4 and more on some CPUs.
+# Runs five steps, without the features that have to differ: each process has its own drop paths and its own padding.
+# SGD is used because Adam turns round-off into full steps where a gradient is zero, as for the bias of attention keys.
+# The steps are small because steps of 0.05 magnify round-off in convolutions before a GroupNorm, to 1e-4 and more on
+# some CPUs.
 SAME = """
 custom_imports = dict(imports=['mmdtn', 'tests.engine.save_steps'])
 custom_hooks = [dict(type='SaveFirstGradients')]
@@ -32,7 +33,7 @@ train_cfg = dict(max_epochs=1)
 param_scheduler = []
 find_unused_parameters = False
 """
-# ATSS averages the number of positive anchors over processes; MMDetection's RetinaNet divides by each process's own.
+# ATSS averages the number of positive anchors over processes. MMDetection's RetinaNet uses the number of each process.
 DETECTOR = """
 _square = dict(type='Resize', scale=(96, 96), keep_ratio=False)
 _train.update(pipeline=[*_load, _square, dict(type='RandomFlip', prob=0.5), dict(type='PackDetInputs')])
@@ -90,7 +91,7 @@ def test_same_gradients_and_weights_as_one_process(tmp_path, data, kind):
 
 @pytest.fixture(scope='module')
 def trained(tmp_path_factory, data):
-    """A classifier's config and its checkpoint after an epoch in one process."""
+    """Returns a classifier's config, and its checkpoint after an epoch in one process."""
     folder = tmp_path_factory.mktemp('trained')
     path = config(folder, 'classifier', data)
     train([str(path), '--work-dir', str(folder / 'work'), '--cfg-options', 'train_cfg.max_epochs=1'])
@@ -126,7 +127,7 @@ train_cfg = dict(max_epochs=1)
     assert 'missing keys' not in tested and 'unexpected key' not in tested
     assert tested.rpartition('accuracy/top1: ')[2].split()[0] == expected
 
-    # The same model trained in one process: the checkpoint has all weights, whole and trained.
+    # The sharded checkpoint has all weights with their full shapes, and training has changed some of them.
     sharded, whole = (
         torch.load(file, weights_only=False)['state_dict']
         for file in (tmp_path / 'sharded' / 'epoch_1.pth', of_one_process)
@@ -141,7 +142,7 @@ def test_faults_on_one_process_are_dealt_with_by_all(tmp_path):
     data = write_classification(tmp_path / 'classes', train=20, val=9)
     images = {split: sorted((data / split).rglob('*.jpg')) for split in ('train', 'val')}
     images['train'][3].write_bytes(b'')
-    images['val'][2].unlink()  # the files of both processes together are listed, and evaluated, once
+    images['val'][2].unlink()  # the files of both processes are listed and evaluated once
     path = write_classifier(tmp_path / 'classifier.py', data, f"_val['ann_file'] = '{tmp_path}/val.txt'\n")
     (tmp_path / 'val.txt').write_text(''.join(f'{p.relative_to(data / "val")} 0\n' for p in images['val']))
     epoch = ('--cfg-options', 'train_cfg.max_epochs=1')
@@ -160,4 +161,4 @@ def test_faults_on_one_process_are_dealt_with_by_all(tmp_path):
     exits = in_two_processes(train, path, '--work-dir', 'nan', cwd=tmp_path)
     found = [bool(re.match(r'error: the loss is nan in iteration \d', str(code))) for code in exits]
     assert sorted(found) == [False, True] and str(images['train'][5]) in exits[found.index(True)]
-    assert re.match(r'error: the loss of another process than \d is not finite', exits[found.index(False)])
+    assert re.match(r'error: the loss is not finite in a process other than \d', exits[found.index(False)])

@@ -1,4 +1,4 @@
-"""A run that is killed at any moment comes to the weights of one that is not."""
+"""A run that is killed at any moment ends with the same weights as an uninterrupted one."""
 
 import re
 import sys
@@ -10,7 +10,7 @@ import torch
 from mmdtn.datasets import write_classification
 from tests.training import run_command, write_classifier
 
-# Checkpoints within epochs of five batches, a validation and an average model in between.
+# The run saves checkpoints within epochs of five batches, and has validations and an averaged model.
 MORE = """
 train_cfg = dict(max_epochs=20, val_interval=4)
 default_hooks = dict(logger=dict(interval=1), checkpoint=dict(interval=3, by_epoch=False, max_keep_ckpts=2))

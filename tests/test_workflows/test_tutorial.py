@@ -1,4 +1,4 @@
-"""docs/tutorial.md, from its first line to its last: its files are written, its commands and its code run, in order."""
+"""Follows docs/tutorial.md: writes its files, and runs its commands and code in order."""
 
 import json
 import re
@@ -11,7 +11,7 @@ import torch
 from ..pages import REPO
 from ..training import run_command
 
-# As little data as will do, and one epoch in place of two.
+# As little data as possible, and one epoch instead of two.
 SHORTER = [
     (r'--train 60 --val 12', '--train 6 --val 2'),
     (r'--train 60 --val 20', '--train 20 --val 5'),
@@ -21,7 +21,7 @@ SHORTER = [
 
 
 def blocks():
-    """What is set off as code, without its indentation."""
+    """Yields the code blocks without their indentation."""
     text = (REPO / 'docs' / 'tutorial.md').read_text()
     for found, replacement in SHORTER:
         assert re.search(found, text), found
@@ -32,7 +32,7 @@ def blocks():
 
 @pytest.fixture(scope='module')
 def done(tmp_path_factory):
-    """The directory in which everything was done, and the pieces of Python that are left."""
+    """Returns the directory in which everything was run, and the remaining blocks of Python code."""
     folder = tmp_path_factory.mktemp('tutorial')
     for name in ('tools', 'configs'):
         (folder / name).symlink_to(REPO / name)
@@ -50,7 +50,7 @@ def done(tmp_path_factory):
 
 @pytest.fixture
 def run(done, monkeypatch):
-    """Runs one of the pieces of Python, and gives what it defines."""
+    """Runs a block of Python code, and returns the variables that it defines."""
     folder, python = done
     monkeypatch.chdir(folder)
 

@@ -1,4 +1,4 @@
-"""A detector for tests of the evaluation: the annotated objects, moved about, some lost, some invented."""
+"""Detector for tests of the evaluation. It returns moved annotations, leaves some out and invents others."""
 
 import torch
 from mmdet.registry import MODELS
@@ -21,7 +21,7 @@ class Oracle(BaseModel):
         random = torch.Generator().manual_seed(int(sample.img_id))
         truth = sample.gt_instances
         height, width = sample.ori_shape
-        boxes = get_box_tensor(truth.bboxes)  # loaded after the image was resized: in the image's own pixels
+        boxes = get_box_tensor(truth.bboxes)  # loaded after the image was resized, so in pixels of the original image
         boxes = torch.cat((boxes, boxes.flip(0) * 0.8))[: len(boxes) + 2]
         boxes = (boxes + torch.randn(boxes.shape, generator=random) * 1.5).clamp(min=0)
         boxes[:, 2::2].clamp_(max=width)

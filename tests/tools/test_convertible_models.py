@@ -1,4 +1,4 @@
-"""The table of docs/convert.md: what the tool says of each model, and that no model is missing."""
+"""Compares the table in docs/convert.md with the output of the tool, and checks that no model is missing."""
 
 import re
 
@@ -9,7 +9,7 @@ from tools.analysis_tools.convertible_models import MM, TIMM, main
 from ..pages import REPO
 
 PAGE = (REPO / 'docs' / 'convert.md').read_text().partition('## Models that were tried')[2]
-# One of each kind of tokens: behind a class token, on flat grids, as maps, in MM's models, in another order.
+# One model for each kind of tokens: after a class token, on flat grids, as maps, in MM's models, and in another order.
 FEW = ['vit_tiny_patch16_224', 'pvt_v2_b0', 'convnext_atto', 'mmdet.SwinTransformer', 'hiera_tiny_224']
 
 
@@ -18,7 +18,7 @@ def cells(line):
 
 
 def table(text):
-    """Rows by the model's name."""
+    """Returns the rows of a table by the name of the model."""
     rows = [cells(line) for line in text.splitlines() if line.startswith('| `')]
     return {row[0].strip('`'): row for row in rows}
 
@@ -47,7 +47,7 @@ def test_the_tool_prints_what_the_page_has(name, capsys):
     written = table(PAGE)[name]
     assert printed[:4] == written[:4]
     for got, want in zip(printed[4:6], written[4:6], strict=True):
-        assert got == want or float(got) <= 1e-5  # roundings are other ones on another processor
+        assert got == want or float(got) <= 1e-5  # rounding differs between processors
     assert printed[6] == written[6] or float(printed[6]) == pytest.approx(float(written[6]), rel=0.5)
 
 

@@ -1,4 +1,4 @@
-"""tools/model_converters/fuse.py: what it writes builds, loads and finds the same, in every tool that takes models."""
+"""Models that tools/model_converters/fuse.py writes can be built and loaded, and give the same results in all tools."""
 
 import re
 
@@ -33,7 +33,7 @@ def build(config):
 
 
 def trained(config, path, size=(64, 96)):
-    """A file of weights as after a training, for a model that has seen some batches."""
+    """Saves weights as after a training, for a model whose norms have seen some batches."""
     torch.manual_seed(0)
     model = build(config)
     model.init_weights()
@@ -142,13 +142,13 @@ def test_a_detector_finds_the_same_boxes(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize('name', ['pvt', 'pvt-2', 'swin', 'vit-class-token', 't2t', 'levit-mean'])
 def test_a_fused_backbone_exports(name):
-    """With open sizes, where it does so as it was trained."""
+    """The export has dynamic shapes if the unfused backbone does."""
     model, _ = fuse(after_training(name, 'BN'))
     open_sizes = name.startswith(('pvt', 'swin'))
     height, width = (32 * torch.export.Dim(side, min=2, max=20) for side in ('height', 'width'))
     shape, shapes = (256, 320) if open_sizes else CASES[name].size, ({2: height, 3: width},)
     exported = torch.export.export(model, (torch.randn(1, 3, *shape),), dynamic_shapes=shapes if open_sizes else None)
-    # As without fusing, torch writes down whether windows filled the map; the program holds for all maps.
+    # As without fusing, torch records whether windows filled the map, but the program is valid for all maps.
     for size, check_guards in (((288, 352), True), ((288, 224), False)) if open_sizes else ((shape, True),):
         x = torch.randn(1, 3, *size)
         with torch.no_grad():

@@ -1,4 +1,4 @@
-"""tools/test.py: what it writes is what it measured."""
+"""tools/test.py writes the results that it measured."""
 
 import contextlib
 import io
@@ -32,7 +32,7 @@ def coco(tmp_path_factory):
 
 
 def by_hand(annotations, predictions, kind):
-    """The dumped predictions in COCO's result format, and what pycocotools makes of them."""
+    """Returns the dumped predictions in COCO's result format, and their metrics from pycocotools."""
     truth = COCO(annotations)
     categories = sorted(truth.getCatIds())
     results = []
@@ -74,7 +74,7 @@ def test_evaluation_equals_pycocotools_on_the_dumped_results(tmp_path, coco, mas
 
 @pytest.fixture(scope='module')
 def trained(tmp_path_factory):
-    """A classifier's config and checkpoint."""
+    """Returns the config and checkpoint of a classifier."""
     root = tmp_path_factory.mktemp('classifier')
     write_classification(root / 'data', train=10, val=10)
     config = write_classifier(root / 'config.py', root / 'data')
@@ -118,7 +118,7 @@ def test_tta_averages_the_image_and_its_mirror_image(tmp_path, trained):
 
 @pytest.mark.slow
 def test_detector_with_tta(tmp_path, coco):
-    """It runs to the end; what an untrained detector finds is of no interest."""
+    """Only checks that the test runs, because predictions of an untrained detector mean nothing."""
     config = write_detector(tmp_path / 'config.py', coco)
     train([str(config), '--work-dir', str(tmp_path / 'trained'), '--cfg-options', 'train_cfg.max_epochs=1'])
     checkpoint = tmp_path / 'trained' / 'epoch_1.pth'
@@ -141,7 +141,7 @@ def test_detector_with_tta(tmp_path, coco):
 @pytest.mark.parametrize('kind', ['classifier', 'detector'])
 @pytest.mark.parametrize('way', ['name', 'scope', 'class'])
 def test_options_fit_the_model_however_it_is_named(tmp_path, coco, kind, way):
-    """And whatever the default scope is: what the model's class is decides."""
+    """The class of the model decides, whatever the default scope is."""
     write = write_classifier if kind == 'classifier' else write_detector
     package = 'mmpretrain' if kind == 'classifier' else 'mmdet'
     config = write(tmp_path / 'config.py', coco)

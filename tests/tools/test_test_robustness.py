@@ -1,4 +1,4 @@
-"""tools/analysis_tools/test_robustness.py and corrupt.py: cells are measured once, and as tools/test.py would."""
+"""test_robustness.py and corrupt.py in tools: cells are measured once, with the same results as tools/test.py."""
 
 import csv
 import json
@@ -24,7 +24,7 @@ from .oracle import Oracle
 from .test_test import metrics
 
 pytestmark = pytest.mark.slow
-VERY_ROUGH = 30  # of neighbouring pixels: that of impulse noise in severity 5
+VERY_ROUGH = 30  # contrast of neighbouring pixels as for impulse noise in severity 5
 CELLS = ('--corruptions', 'impulse_noise', 'fog', '--severities', '1', '5')
 
 
@@ -35,7 +35,10 @@ def read_csv(path):
 
 @pytest.fixture(scope='module')
 def classifier(tmp_path_factory):
-    """Config and checkpoint; the test set's 10 pictures are 32 x 32 PNG files, which the pipeline does not resize."""
+    """Returns a config and a checkpoint.
+
+    The 10 test images are 32 x 32 PNG files, which the pipeline does not resize.
+    """
     root = tmp_path_factory.mktemp('classifier')
     data = write_classification(root / 'data', train=10, val=10, sides=(32, 32))
     for path in data.rglob('*.jpg'):
@@ -61,7 +64,7 @@ def test_a_classifiers_cells(classifier, tmp_path, capsys):
     assert summary['mean_error'] == pytest.approx(by_hand) and 'mCE' not in summary
     assert Image.open(tmp_path / 'out' / 'robustness.png').width == 1200
     assert Image.open(tmp_path / 'out' / 'examples.png').width == 1200
-    # Of a run that was stopped, only what is missing is measured, and it comes out the same.
+    # After an interrupted run, only missing cells are measured, with the same results.
     file = tmp_path / 'out' / 'cells.json'
     before = json.loads(file.read_text())
     changed = json.loads(file.read_text())
@@ -85,7 +88,7 @@ def test_cells_are_the_same_with_workers(classifier, tmp_path):
 
 
 def test_all_severities_give_mce_and_ce(classifier, tmp_path):
-    """The model's real errors do not matter here: those of cells.json are taken, which has all but one."""
+    """The test sets the accuracies in cells.json, because the real errors of the model do not matter here."""
     run(classifier, tmp_path / 'out', '--corruptions', 'fog', '--severities', '1')
     file = tmp_path / 'out' / 'cells.json'
     content = json.loads(file.read_text())
@@ -167,7 +170,7 @@ def test_writing_asks_first_and_goes_on_where_it_stopped(classifier, tmp_path, m
     with pytest.raises(SystemExit, match='nothing was written'):
         corrupt.main([str(source), str(target), *cell])
     assert 'about' in capsys.readouterr().out and not list(target.rglob('*.png'))
-    with pytest.raises(SystemExit, match='a second call would corrupt'):
+    with pytest.raises(SystemExit, match='would corrupt'):
         corrupt.main([str(source), str(source / 'c'), *cell, '--yes'])
     corrupt.main([str(source), str(target), *cell, '--yes'])
     first = {p: p.read_bytes() for p in target.rglob('*.png')}
@@ -180,7 +183,7 @@ def test_writing_asks_first_and_goes_on_where_it_stopped(classifier, tmp_path, m
 
 
 def test_renditions_are_a_part_of_the_classes(classifier, tmp_path):
-    """Three of the five classes: the best of three is right more often than the best of five."""
+    """With three of the five classes, the best of three is right more often than the best of five."""
     renditions = tmp_path / 'renditions'
     for name in ('cross', 'ring', 'triangle'):
         shutil.copytree(classifier[2] / 'val' / name, renditions / name)
@@ -188,7 +191,7 @@ def test_renditions_are_a_part_of_the_classes(classifier, tmp_path):
         classifier, tmp_path / 'out', '--corruptions', 'fog', '--severities', '1', '--renditions', str(renditions)
     )
     assert summary['renditions_top1_of_3'] >= summary['renditions_top1_of_all']
-    # Of another folder, too, in the same --out.
+    # The same holds for another folder with the same --out.
     shutil.copytree(renditions, tmp_path / 'fewer')
     shutil.rmtree(tmp_path / 'fewer' / 'ring')
     other = ('--corruptions', 'fog', '--severities', '1', '--renditions', str(tmp_path / 'fewer'))
@@ -196,14 +199,14 @@ def test_renditions_are_a_part_of_the_classes(classifier, tmp_path):
     (tmp_path / 'fewer' / 'cross').rename(tmp_path / 'fewer' / 'circle')
     with pytest.raises(SystemExit, match='circle '):
         run(classifier, tmp_path / 'none', *other)
-    # They are the test set's own pictures of these classes.
+    # These are the images of the test set from these classes.
     for measure in ('top1_of_3', 'top1_of_all'):
         assert summary[f'renditions_{measure}'] == summary[f'clean_{measure}']
 
 
 @MODELS.register_module()
 class Bright(BaseModel):
-    """Guesses the class by the brightness, and notes how large the images were."""
+    """Classifier that predicts the class from the brightness, and records the sizes of the images."""
 
     sides: ClassVar[set] = set()
 
@@ -215,7 +218,7 @@ class Bright(BaseModel):
 
 @MODELS.register_module()
 class NearSighted(Oracle):
-    """Its boxes are the more wrong the rougher the picture, and in a very rough one it finds none."""
+    """Detector whose boxes get worse with the roughness of the image, and which finds nothing in very rough images."""
 
     def forward(self, inputs, data_samples=None, mode='predict'):
         found = super().forward(inputs, data_samples, mode)
@@ -255,7 +258,7 @@ def test_a_detectors_precision(detector, tmp_path):
 
 
 def test_some_pictures_and_a_second_model(detector, classifier, tmp_path):
-    """AP on some pictures is that of a file with these pictures alone."""
+    """The AP on some images equals that of an annotation file with only these images."""
     few = tmp_path / 'few.json'
     content = json.loads((detector[2] / 'annotations' / 'instances_val.json').read_text())
     content['images'] = [image for image in content['images'] if image['id'] in (1, 6)]
@@ -282,8 +285,8 @@ def test_some_pictures_and_a_second_model(detector, classifier, tmp_path):
 
 
 def test_two_processes_find_what_one_finds(detector, tmp_path):
-    """One writes, and both leave."""
-    alone = ['--cfg-options', 'test_dataloader.batch_size=1']  # what a picture is padded to depends on its batch
+    """Only one process writes, and both exit."""
+    alone = ['--cfg-options', 'test_dataloader.batch_size=1']  # the padding of an image depends on its batch
     arguments = [detector[0], detector[1], '--pictures', '3', *CELLS[:2], '--severities', '2', *alone]
     test_robustness.main([*map(str, arguments), '--out', str(tmp_path / 'one')])
     assert in_two_processes(test_robustness.main, *arguments, '--out', 'two', cwd=tmp_path) == [0, 0]
@@ -297,5 +300,5 @@ def test_errors(classifier, tmp_path):
     with pytest.raises(SystemExit, match=r'no corruption .*nearest: snow'):
         run(classifier, tmp_path / 'out', '--corruptions', 'snowy')
     (tmp_path / 'empty').mkdir()
-    with pytest.raises(SystemExit, match='no pictures'):
+    with pytest.raises(SystemExit, match='empty has no images'):
         corrupt.main([str(tmp_path / 'empty'), str(tmp_path / 'c'), '--yes'])

@@ -1,4 +1,4 @@
-"""What a person who calls tools/train.py meets: errors in one line, flags, logs, a dry run."""
+"""Tests tools/train.py: one-line errors, options, logs and the dry run."""
 
 import errno
 import json
@@ -126,7 +126,7 @@ def test_ctrl_c_says_how_to_go_on(tmp_path, classifier):
         training.send_signal(signal.SIGINT)
         _, errors = training.communicate(timeout=60)
     assert training.returncode == 130
-    assert errors.strip().splitlines()[-1].startswith('error: stopped; --resume goes on')
+    assert re.match('error: stopped; .*--resume', errors.strip().splitlines()[-1])
     assert 'Traceback' not in errors
 
 
@@ -156,8 +156,8 @@ def test_a_full_disk_is_one_line_and_the_run_goes_on_from_the_last_checkpoint(tm
         main([str(classifier), '--work-dir', str(tmp_path / 'work'), *options])
     message = stopped.value.code
     assert re.fullmatch(
-        rf'error: {tmp_path}/work/epoch_2\.pth cannot be written, as the disk is full: it needs [1-9]\S* MB, and its '
-        rf'disk has [1-9]\S* MB left\. .*{first}, is whole\. .*--resume\.',
+        rf'error: {tmp_path}/work/epoch_2\.pth cannot be written because the disk is full\. .* [1-9]\S* MB.* '
+        rf'[1-9]\S* MB.* {first}, .*--resume.*',
         message,
     ), message
     assert sorted(path.name for path in first.parent.glob('*.pth*')) == ['epoch_1.pth']
@@ -219,7 +219,7 @@ def test_a_config_of_any_package_gets_our_runtime_and_a_line_says_each_thing(tmp
 @pytest.mark.slow
 @pytest.mark.parametrize('loop', ['max_epochs=2, val_interval=1', "_delete_=True, type='ResumableLoop', max_iters=5"])
 def test_the_tool_of_another_package_trains_the_same(tmp_path, data, loop):
-    """To the bit, with the same loop, hooks and files: the config says all of it."""
+    """The results are bitwise equal, with the same loop, hooks and files, because the config defines all of them."""
     config = write_classifier(tmp_path / 'it.py', data / 'classes', f'\ntrain_cfg = dict({loop})\n')
     if 'by_epoch' in loop:
         config.write_text(
@@ -241,7 +241,7 @@ def test_the_tool_of_another_package_trains_the_same(tmp_path, data, loop):
     ids=['name', 'scope', 'class'],
 )
 def test_a_type_is_recognised_however_it_is_named(name):
-    """As ``'X'``, as ``'scope.X'`` and as the class itself."""
+    """The type can be ``'X'``, ``'scope.X'`` or the class itself."""
     cfg = Config(
         dict(
             default_hooks=dict(checkpoint=dict(type=name(CheckpointHook), interval=3)),
@@ -307,7 +307,7 @@ def test_resume_does_not_start_over_beside_checkpoints(tmp_path, classifier):
     with pytest.raises(UserError, match=r'optimizer.*--work-dir'):
         configure(parse_args(arguments))
     (work / 'epoch_3.pth').unlink()
-    (work / 'global_step3').mkdir()  # as DeepSpeed saves
+    (work / 'global_step3').mkdir()  # like the folders of DeepSpeed
     (work / 'last_checkpoint').write_text(str(work / 'global_step3'))
     assert configure(parse_args(arguments)).load_from == str(work / 'global_step3')
 
@@ -368,8 +368,8 @@ def test_dry_run_reports_and_leaves_nothing(tmp_path, kind, request, capsys, mon
     )
     report = capsys.readouterr().out
     steps, batches = (500, 2) if kind == 'classifier' else (200, 1)
-    found = re.search(rf'training step: ([\d.]+) s, {steps} of them in 50 epochs', report)
-    validation = re.search(rf'validation step: ([\d.]+) s, {batches} of them in each of 3 validations', report)
+    found = re.search(rf'training step: ([\d.]+) s, {steps} steps in 50 epochs', report)
+    validation = re.search(rf'validation step: ([\d.]+) s, {batches} steps in each of 3 validations', report)
     hours, minutes, seconds = map(int, re.search(r'the whole run: (\d+):(\d+):(\d+)', report).groups())
     assert re.search(r'peak memory: \d+\.\d\d GB', report)
     expected = float(found[1]) * steps + float(validation[1]) * batches * 3
@@ -400,7 +400,7 @@ def test_weights_that_do_not_fit_are_one_line(tmp_path, classifier):
 
 @pytest.mark.slow
 def test_a_dry_run_measures_too(tmp_path, classifier):
-    """With five classes there are no five best."""
+    """With five classes, top-6 accuracy is not defined."""
     with pytest.raises(ValueError, match=r'Top-\d+ accuracy is unavailable'):
         main([str(classifier), '--dry-run', '--cfg-options', 'val_evaluator.topk=(1,6)'])
 
@@ -412,7 +412,7 @@ def test_scripts_say_how_they_are_called(tmp_path, script):
 
 
 def stand_in(folder: Path, name: str) -> None:
-    """A program that writes down how it was called."""
+    """Writes a program that records how it was called."""
     program = folder / name
     program.write_text('#!/bin/sh\nfor a in "$@"; do echo "$a"; done > called.txt\n')
     program.chmod(0o755)

@@ -1,10 +1,11 @@
-"""Time and saved bytes of the backbones with DTN and with LayerNorm, beside those that others wrote, in one run.
+"""Compares the speed and memory of backbones with DTN, with LayerNorm, and from other packages.
 
-python tools/analysis_tools/benchmark_backbone.py [--models pvt swin vit] [--repeats 5] [--only 224]
-python tools/analysis_tools/benchmark_backbone.py --count [--models pvt]    # GPU traffic, counted without a GPU
+The models of a family take turns in each round, so that their ratios are reliable. Times and ratios are medians over
+the rounds. The option --count computes launches and memory traffic as on a GPU, but needs no GPU.
 
-The ratios are what counts: the models of a family take turns, round by round. Times and ratios are medians over the
-rounds.
+Example:
+    python tools/analysis_tools/benchmark_backbone.py --models pvt swin vit --repeats 5 --only 224
+    python tools/analysis_tools/benchmark_backbone.py --count --models pvt
 """
 
 import argparse
@@ -31,7 +32,7 @@ from mmdtn.surgery.fusion import fuse
 LN = dict(type='LN')
 BN = dict(norm_cfg=dict(type='BN'), other_norm_cfg=dict(type='BN'))
 DTN_HEADS = dict(base='tiny', num_heads=(4, 4, 5, 8))
-# By family, name: model, name of the one that it is compared with
+# For each family: the name of a model, the model, and the name of the model it is compared with.
 FAMILIES: dict[str, dict[str, tuple[Callable[[], nn.Module], str | None]]] = {
     'pvt': {
         'PVT-Tiny LN, heads 4 4 5 8': (lambda: PVTDTN(DTN_HEADS, norm_cfg=LN), None),
@@ -55,7 +56,7 @@ FAMILIES: dict[str, dict[str, tuple[Callable[[], nn.Module], str | None]]] = {
         ),
         'ViT-S LN': (lambda: ViTDTN('s', norm_cfg=LN), "timm's ViT-S"),
     },
-    # In evaluation mode, in which alone the norms of batches are affine: nothing here trains.
+    # These models are in evaluation mode, because batch norms are affine only in this mode.
     'fused': {
         'PVT-Tiny LN': (lambda: PVTDTN('tiny', norm_cfg=LN).eval(), None),
         'PVT-Tiny BN': (lambda: PVTDTN('tiny', **BN).eval(), 'PVT-Tiny LN'),
@@ -70,7 +71,7 @@ INPUTS = {'224': (8, 3, 224, 224), '800': (1, 3, 800, 1344)}
 
 
 def train_step(model: nn.Module, x: Tensor) -> int:
-    """One forward and backward; returns the bytes kept between them."""
+    """Runs one forward and backward pass, and returns the bytes saved for the backward pass."""
     with SavedBytes(model) as saved:
         loss = sum(m.mean() for m in model(x))
     loss.backward()
@@ -87,7 +88,7 @@ def measure(family: str, shape: tuple[int, ...], repeats: int) -> dict[str, dict
     models = {name: make() for name, (make, _) in FAMILIES[family].items()}
     rounds: dict[str, dict[str, list[float]]] = {}
     for name, model in models.items():
-        infer(model, x)  # compiles and warms up
+        infer(model, x)  # includes compilation and warm-up
         rounds[name] = dict(infer_s=[])
         if model.training:
             train_step(model, x)
@@ -116,7 +117,7 @@ def line(name: str, values: dict[str, float], formats: dict[str, str]) -> str:
 
 
 def count(families: list[str], shape: tuple[int, ...]) -> None:
-    if os.environ.get('TRITON_INTERPRET') != '1':  # Triton reads it when the kernels are defined, which they are by now
+    if os.environ.get('TRITON_INTERPRET') != '1':  # Triton reads this when it defines kernels, so restart with it set
         environment = dict(os.environ, TRITON_INTERPRET='1')
         sys.exit(subprocess.run([sys.executable, *sys.argv], env=environment).returncode)
     print(f'forward, {" x ".join(map(str, shape))}, float32')
@@ -128,16 +129,18 @@ def count(families: list[str], shape: tuple[int, ...]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument('--models', nargs='+', choices=FAMILIES, default=list(FAMILIES), help='families; default: all')
+    parser.add_argument(
+        '--models', nargs='+', choices=FAMILIES, default=list(FAMILIES), help='families to compare (default: all)'
+    )
     parser.add_argument('--repeats', type=int, default=5)
-    parser.add_argument('--only', choices=INPUTS, help='one of the two inputs')
+    parser.add_argument('--only', choices=INPUTS, help='use only one of the two inputs')
     parser.add_argument('--count', action='store_true', help='count launches and bytes of a forward pass on a GPU')
     args = parser.parse_args()
     if args.count:
         count(args.models, INPUTS[args.only or '224'])
         return
     torch.manual_seed(0)
-    keep_freed_memory()  # as tools/train.py does; or else glibc's returning it decides the ratios
+    keep_freed_memory()  # as in tools/train.py; otherwise memory allocation dominates the ratios
     print(f'torch {torch.__version__}, {torch.get_num_threads()} threads, float32')
     for family, key in itertools.product(args.models, [args.only] if args.only else INPUTS):
         shape = INPUTS[key]

@@ -1,12 +1,14 @@
-"""Measures the DTN layer: its time next to LayerNorm's, and, with an option, what its GPU kernels cost.
+"""Compares the time of the DTN layer with LayerNorm, and measures the cost of its GPU kernels.
 
-python tools/analysis_tools/benchmark_norm.py [--repeats 15] [--dtype float32] [--json results.json]
-python tools/analysis_tools/benchmark_norm.py --host     # host time of a layer; seconds
-python tools/analysis_tools/benchmark_norm.py --floor    # barriers, registers, occupancy, least time; a minute
-python tools/analysis_tools/benchmark_norm.py --count    # bytes and launches; minutes
+Times are medians. All measurements run in one process, so that ratios are reliable even if other processes use the
+machine. The following options need no GPU:
 
-The options need no GPU. All run in one process, so that ratios hold on a machine that others share, where times do not.
-Times are medians.
+--host   measures the host time of a layer, in seconds
+--floor  computes barriers, registers, occupancy and minimum times of the kernels, in a minute
+--count  counts bytes and launches of the kernels, in minutes
+
+Example:
+    python tools/analysis_tools/benchmark_norm.py --repeats 15 --dtype float32 --json results.json
 """
 
 import argparse
@@ -21,14 +23,14 @@ from mmdtn.benchmarks.timing import DEVICE, SHAPES, measure
 from mmdtn.engine.cpu import keep_freed_memory
 from mmdtn.ops import Settings
 
-# B, C, heads, height, width, pool size. The floor is that of these on an A100.
+# Layers whose minimum times are computed, as (batch size, channels, heads, height, width, pool size).
 TABLE = [(128, 432, 9, 14, 14, 1), (128, 64, 4, 56, 56, 4), (2, 64, 4, 200, 336, 4), (2, 320, 5, 50, 84, 1)]
-# Counted on small grids, as bytes over those of the input hardly depend on the size.
+# The ratio of counted bytes to the input hardly depends on the size, so small grids are enough.
 COUNTED = [(1, 64, 4, 24, 24, 4), (1, 64, 1, 17, 32, 1), (2, 432, 9, 14, 14, 1)]
 
 
 def count() -> None:
-    if os.environ.get('TRITON_INTERPRET') != '1':  # Triton reads it when the kernels are defined, which they are by now
+    if os.environ.get('TRITON_INTERPRET') != '1':  # Triton reads this when it defines kernels, so restart with it set
         environment = dict(os.environ, TRITON_INTERPRET='1')
         sys.exit(subprocess.run([sys.executable, *sys.argv], env=environment).returncode)
     from mmdtn.benchmarks.traffic import Traffic, count_dtn, count_layernorm, count_residual
@@ -38,10 +40,10 @@ def count() -> None:
         total = f'{moved} = {forward.moved + backward.moved:.1f}'
         return f'{name:28}{str(dtype)[6:]:10}{launches:>10}{total:>24}{asked:>18}{temporary:>16}'
 
-    print('Drop path, residual sum, norm and casts under autocast, 2 x 56 x 56, 64, 4, 4: bytes over the input')
+    print('Drop path, residual sum, norm and casts under autocast, 2 x 56 x 56, 64, 4, 4: bytes relative to the input')
     for name, moved in count_residual(2, 56, 56, 64, 4, 4).items():
         print(f'{name:38}{moved:6.1f}', flush=True)
-    print('Forward + backward. Bytes are over those of the input; moved: the distinct ones of each launch.')
+    print('Forward + backward. Bytes are relative to the input; "moved" has the distinct bytes of each launch.')
     print(f'{"":38}{"launches":>10}{"moved":>24}{"asked for":>18}{"temporary":>16}{"saved":>8}')
     for B, C, heads, height, width, pool in COUNTED:
         for dtype in (torch.float32, torch.float16):
@@ -75,8 +77,8 @@ def main() -> None:
     parser.add_argument('--repeats', type=int, default=15)
     parser.add_argument('--dtype', choices=['float32', 'float16', 'bfloat16'], default='float32')
     parser.add_argument('--json', help='write the results to this file as well')
-    parser.add_argument('--host', action='store_true', help='measure host time only')
-    parser.add_argument('--floor', action='store_true', help='compute the least times of the GPU kernels')
+    parser.add_argument('--host', action='store_true', help='measure only the host time')
+    parser.add_argument('--floor', action='store_true', help='compute the minimum times of the GPU kernels')
     parser.add_argument('--count', action='store_true', help='count launches and bytes of the GPU kernels')
     args = parser.parse_args()
     for wanted, run in ((args.host, print_host_times), (args.floor, print_least_times), (args.count, count)):
@@ -84,7 +86,7 @@ def main() -> None:
             run()
             return
     torch.manual_seed(0)
-    keep_freed_memory()  # as tools/train.py does; or else glibc's returning it decides the ratios
+    keep_freed_memory()  # as in tools/train.py; otherwise memory allocation dominates the ratios
     where = torch.cuda.get_device_name() if DEVICE == 'cuda' else f'{torch.get_num_threads()} threads'
     print(f'torch {torch.__version__}, {where}, {args.dtype}')
     results = []

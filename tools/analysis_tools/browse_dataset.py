@@ -1,7 +1,10 @@
-"""Shows what a config trains on, after its pipeline: python tools/analysis_tools/browse_dataset.py CONFIG --out DIR
+"""Shows the images that a config trains on, after its pipeline.
 
-Boxes and masks of detection data sets, drawn by MMDetection's visualizer, and labels of classification data sets, by
-MMPretrain's.
+MMDetection's visualizer draws the boxes and masks of detection datasets, and MMPretrain's visualizer the labels of
+classification datasets.
+
+Example:
+    python tools/analysis_tools/browse_dataset.py CONFIG --out DIR
 """
 
 import argparse
@@ -18,17 +21,17 @@ from mmdtn.errors import UserError, readable_errors
 from mmdtn.models import read_config
 from mmdtn.registry import package_of
 
-SMALLEST = 480  # pixels of the longer side: smaller images are drawn enlarged, so that labels can be read
+SMALLEST = 480  # pixels of the longer side; smaller images are enlarged, so that labels are readable
 
 
 def browse(cfg: Config, split: str, out: Path, number: int) -> list[Path]:
-    """The pictures written, of images that are spread evenly over the data set."""
+    """Draws images that are spread evenly over the dataset, and returns the written files."""
     if not cfg.get(f'{split}_dataloader'):
         raise UserError(f'the config has no {split}_dataloader.')
     set_random_seed(cfg.get('randomness', {}).get('seed') or 0)
     dataset = DATASETS.build(cfg[f'{split}_dataloader'].dataset)
     if len(dataset) == 0:
-        raise UserError(f'the {split} data set is empty.')
+        raise UserError(f'the {split} dataset is empty.')
     labels = package_of(type(dataset[0]['data_samples'])) == 'mmpretrain'
     kind = 'mmpretrain.UniversalVisualizer' if labels else 'mmdet.DetLocalVisualizer'
     visualizer = VISUALIZERS.build(dict(type=kind, name=f'browse {out}'))
@@ -41,7 +44,7 @@ def browse(cfg: Config, split: str, out: Path, number: int) -> list[Path]:
         sample = data['data_samples']
         name = Path(sample.get('img_path') or 'image').stem
         path = out / f'{i:06d}_{name}.png'
-        # As MMEngine's data sets read it, blue first, unless they have it from an archive, as CIFAR.
+        # MMEngine's datasets read image files as BGR. Images from an archive, as in CIFAR, are RGB.
         image = data['inputs'].permute(1, 2, 0).numpy()
         image = image[..., ::-1] if sample.get('img_path') else image
         draw = _draw_labels if labels else _draw_boxes
@@ -70,17 +73,19 @@ def _draw_boxes(visualizer: Any, image: np.ndarray, sample: Any, path: Path) -> 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('config')
-    parser.add_argument('--out', type=Path, required=True, help='directory for the pictures')
+    parser.add_argument('--out', type=Path, required=True, help='directory for the images')
     parser.add_argument('--split', choices=['train', 'val', 'test'], default='train')
-    parser.add_argument('--number', type=int, default=20, help='images, spread evenly over all (default: %(default)s)')
-    parser.add_argument('--cfg-options', nargs='+', action=DictAction, help='settings to change, as in a.b=1 c=[2,3]')
+    parser.add_argument(
+        '--number', type=int, default=20, help='number of images, spread evenly over the dataset (default: %(default)s)'
+    )
+    parser.add_argument('--cfg-options', nargs='+', action=DictAction, help='settings to override, as in a.b=1 c=[2,3]')
     parser.add_argument('--debug', action='store_true', help='show the traceback of every error')
     args = parser.parse_args(arguments)
     if args.number < 1:
-        parser.error(f'--number {args.number}: at least one image')
+        parser.error(f'--number {args.number}: give at least 1')
     with readable_errors(args.debug):
         cfg = read_config(args.config, args.cfg_options)
-        print(f'written: {len(browse(cfg, args.split, args.out, args.number))} pictures in {args.out}')
+        print(f'written: {len(browse(cfg, args.split, args.out, args.number))} images in {args.out}')
 
 
 if __name__ == '__main__':

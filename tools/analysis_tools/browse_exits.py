@@ -1,7 +1,11 @@
-"""Images by the first exit that is right: python tools/analysis_tools/browse_exits.py CONFIG CHECKPOINT --out FILE
+"""Shows validation images by the first exit of a cascade that classifies them correctly.
 
-A row for each exit of a cascade: of the validation images that it gets right and no exit before it, those of each class
-of which it is surest. The first row has easy images, the last row those that repay what they cost.
+The figure has a row for each exit. A row shows validation images that this exit classifies correctly and all earlier
+exits do not, with the most confident images of each class. The first row has easy images, and the last row has images
+that need all exits.
+
+Example:
+    python tools/analysis_tools/browse_exits.py CONFIG CHECKPOINT --out exits.png
 """
 
 import argparse
@@ -22,7 +26,10 @@ from mmdtn.reports.figures import COLUMNS
 
 
 def first_right(found: Answers, labels: list[int], number: int) -> list[int]:
-    """Images that exit ``number``, from 0, gets right and none before it: the surest of each class, then the second."""
+    """Returns the images that exit ``number``, counted from 0, classifies correctly and all earlier exits do not.
+
+    The most confident image of each class comes first, then the second of each class, and so on.
+    """
     chosen = found.hit[number] & ~found.hit[:number].any(0)
     surest = [i for i in found.conf[number].argsort(descending=True, stable=True).tolist() if chosen[i]]
     of_class: Counter[int] = Counter()
@@ -61,8 +68,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument('config')
     parser.add_argument('checkpoint')
-    parser.add_argument('--out', type=Path, required=True, help='the picture, as exits.png')
-    parser.add_argument('--cfg-options', nargs='+', action=DictAction, help='settings to change, as in a.b=1 c=[2,3]')
+    parser.add_argument('--out', type=Path, required=True, help='image file to write, such as exits.png')
+    parser.add_argument('--cfg-options', nargs='+', action=DictAction, help='settings to override, as in a.b=1 c=[2,3]')
     parser.add_argument('--debug', action='store_true', help='show the traceback of every error')
     args = parser.parse_args(arguments)
     with readable_errors(args.debug):

@@ -1,7 +1,10 @@
-"""Learning curves of several runs in one plot and table: python tools/analysis_tools/compare_runs.py RUN... --out DIR
+"""Compares the learning curves of several runs in a plot and a table.
 
-A RUN is a work directory, or a scalars.json or TIMESTAMP.json of MMEngine. Runs of one config, with other seeds, make
-one curve: their mean, and a band one standard deviation wide to each side.
+A RUN is a work directory, or a scalars.json or TIMESTAMP.json of MMEngine. Runs of the same config with different seeds
+form one curve: their mean, with a band of one standard deviation to each side.
+
+Example:
+    python tools/analysis_tools/compare_runs.py RUN RUN --out DIR
 """
 
 import argparse
@@ -15,11 +18,11 @@ from mmdtn.reports import figures
 from mmdtn.reports.report import DPI, write_csv
 
 METRICS = ('loss', 'coco/bbox_mAP', 'coco/segm_mAP', 'accuracy/top1')
-LOWER_IS_BETTER = ('loss', 'error')  # in a name
+LOWER_IS_BETTER = ('loss', 'error')  # parts of the names of such metrics
 
 
 def config_name(source: Path) -> str:
-    """Of the config that MMEngine has put into the work directory; else the directory's name."""
+    """Returns the name of the config that MMEngine saved in the work directory, or the name of the directory."""
     folder = source.resolve()
     if not folder.is_dir():
         folder = folder.parents[2] if folder.parent.name == 'vis_data' else folder.parent
@@ -28,7 +31,11 @@ def config_name(source: Path) -> str:
 
 
 def summary(groups: dict[str, list[Curves]], metrics: list[str]) -> list[list[str]]:
-    """For each config and metric: how many runs, the last step that all have, and the values there and at best."""
+    """Returns a table row for each config and metric.
+
+    Each row contains the number of runs, the last step that all runs have reached, and the values at this step and at
+    the best step.
+    """
     rows = []
     for name, runs in groups.items():
         for metric in metrics:
@@ -60,7 +67,7 @@ def compare(args: argparse.Namespace) -> None:
     metrics = list(args.metrics or [m for m in METRICS if m in everything])
     if not metrics:
         raise UserError(
-            f'no run has one of {", ".join(METRICS)} yet: choose --metrics of {", ".join(sorted(everything))}.'
+            f'no run has one of {", ".join(METRICS)} yet. Choose --metrics from {", ".join(sorted(everything))}.'
         )
     for name, runs in groups.items():
         for metric in metrics:
@@ -91,7 +98,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument('runs', nargs='+', type=Path, metavar='RUN')
     parser.add_argument('--out', type=Path, required=True, help='directory for curves.png, curves.csv and table.csv')
     parser.add_argument(
-        '--metrics', nargs='+', help=f'names in the logs; else those of {", ".join(METRICS)} that occur'
+        '--metrics', nargs='+', help=f'names in the logs (default: those of {", ".join(METRICS)} that occur)'
     )
     parser.add_argument('--debug', action='store_true', help='show the traceback of every error')
     args = parser.parse_args(arguments)

@@ -1,11 +1,14 @@
-"""Prints what `mmdtn.convert_norms` makes of models of timm, MMDetection and MMPretrain.
+"""Prints how `mmdtn.convert_norms` converts models of timm, MMDetection and MMPretrain.
 
-python tools/analysis_tools/convertible_models.py                     # all that docs/convert.md lists; minutes
-python tools/analysis_tools/convertible_models.py vit_base_patch16_224 --size 224 224 --report
-python tools/analysis_tools/convertible_models.py CONFIG.py --report   # its model.backbone
+The weights are random. A difference is the largest difference of an output, relative to the largest output, with both
+lambdas at 1. Differences are measured at the example's size, and at a size that the conversion has not seen. The change
+is the relative change of all outputs with both lambdas at 0.999. Without arguments, all models listed in
+docs/convert.md are converted, which takes minutes.
 
-Weights are random. A difference is the largest of an output, over the largest output, with both lambdas at 1: at the
-example's size, and at one that the conversion has not seen. The change is that of all outputs with lambdas of 0.999.
+Example:
+    python tools/analysis_tools/convertible_models.py
+    python tools/analysis_tools/convertible_models.py vit_base_patch16_224 --size 224 224 --report
+    python tools/analysis_tools/convertible_models.py CONFIG.py --report
 """
 
 import argparse
@@ -46,7 +49,7 @@ MM = {
 
 
 def build(name: str) -> tuple[nn.Module, tuple[int, int]]:
-    """A model with weights that let a difference show, and the size of images that it was made for."""
+    """Builds a model with weights that make differences visible, and returns it with its image size."""
     torch.manual_seed(0)
     if name.endswith('.py'):
         model, size = models.build_backbone(models.read_config(name)), (224, 224)
@@ -57,9 +60,9 @@ def build(name: str) -> tuple[nn.Module, tuple[int, int]]:
         size = model.pretrained_cfg['input_size'][1:]
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
-        for p in model.parameters():  # layer scales near zero and biases of zero would hide one
+        for p in model.parameters():  # layer scales near zero and zero biases would hide differences
             p.add_(torch.randn(p.shape, generator=generator) * 0.02)
-    model.eval()  # which returns nothing in MMDetection's Swin
+    model.eval()  # eval() returns None in MMDetection's Swin
     return model, (size[0], size[1])
 
 
@@ -72,7 +75,11 @@ def difference(model: nn.Module, converted: nn.Module, size: tuple[int, int], of
 
 
 def measure(model: nn.Module, size: tuple[int, int]) -> tuple[ConversionReport, list[float]]:
-    """The report; differences at the example's size and, of a model that takes others, at one unseen; the change."""
+    """Converts a copy of the model, and returns the report and the measured numbers.
+
+    The numbers are the difference at the example's size, the difference at another size if the model takes others, and
+    the change.
+    """
     converted = copy.deepcopy(model)
     report = convert_norms(converted, size, warm_start=1.0)
     if not report.converted:
@@ -80,7 +87,7 @@ def measure(model: nn.Module, size: tuple[int, int]) -> tuple[ConversionReport, 
     numbers = [difference(model, converted, size)]
     if len(report.sizes) > 1:
         height, width = size
-        strict = report.sizes[1] == (height, 2 * width)  # it takes multiples of its size alone
+        strict = report.sizes[1] == (height, 2 * width)  # the model only takes multiples of its size
         numbers.append(difference(model, converted, (height, 3 * width) if strict else (height - 64, width + 64)))
     with torch.no_grad():
         for layer in converted.modules():
@@ -90,7 +97,7 @@ def measure(model: nn.Module, size: tuple[int, int]) -> tuple[ConversionReport, 
 
 
 def grids(report: ConversionReport) -> str:
-    """Each once: those of one form together, and how many tokens are in front of them."""
+    """Lists the token grids, grouped by form and by the number of tokens in front of them."""
     found: dict[tuple[str, int], list[str]] = {}
     for norm in report.converted.values():
         of_form = found.setdefault((norm.layout.form, norm.layout.prefix), [])
@@ -101,7 +108,7 @@ def grids(report: ConversionReport) -> str:
 
 
 def reasons(report: ConversionReport) -> str:
-    """Why norms stay, each kind once."""
+    """Counts the norms that are not converted, grouped by reason."""
     short = {
         'in no residual block': 'no block',
         'windows, or another grouping': 'windows in the batch',
@@ -139,11 +146,11 @@ def print_table(models: list[str], size: tuple[int, int] | None, with_reports: b
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument('models', nargs='*', help='names of timm, names above, or configs; all of the table if none')
     parser.add_argument(
-        '--size', type=int, nargs=2, metavar=('H', 'W'), help='of the images; the model says by default'
+        'models', nargs='*', help='names of timm models or MM backbones, or configs (default: all of the table)'
     )
-    parser.add_argument('--report', action='store_true', help='print what became of each norm')
+    parser.add_argument('--size', type=int, nargs=2, metavar=('H', 'W'), help='image size (default: that of the model)')
+    parser.add_argument('--report', action='store_true', help='print the outcome for each norm')
     parser.add_argument('--debug', action='store_true', help='show the traceback of every error')
     args = parser.parse_args(arguments)
     warnings.simplefilter('ignore')

@@ -1,9 +1,11 @@
-"""Tests a classifier or a detector on corrupted pictures: python tools/analysis_tools/test_robustness.py CONFIG \
-CHECKPOINT --out DIR
+"""Tests a classifier or a detector on corrupted images.
 
-Every corruption in every severity is a cell; cells.json in --out is written after each, and a second call measures what
-is missing. At the end robustness.csv, summary.json and robustness.png, and examples.png of pictures corrupted here.
-Numbers called ImageNet-C are those of its own pictures: --stored DIR.
+Each combination of a corruption and a severity is called a cell. The file cells.json in --out is written after each
+cell, and running the tool again measures the missing cells. At the end the tool writes robustness.csv, summary.json and
+robustness.png, and examples.png with some corrupted images. Use --stored DIR to test on the images of ImageNet-C.
+
+Example:
+    python tools/analysis_tools/test_robustness.py CONFIG CHECKPOINT --out DIR
 """
 
 import argparse
@@ -50,15 +52,19 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument('config')
     parser.add_argument('checkpoint')
     parser.add_argument(
-        '--against', nargs=2, metavar=('CONFIG', 'CHECKPOINT'), help='a second model, on the same cells'
+        '--against', nargs=2, metavar=('CONFIG', 'CHECKPOINT'), help='a second model to test on the same cells'
     )
     parser.add_argument(
-        '--corruptions', nargs='+', default=['benchmark'], help='names, groups, benchmark or all (%(default)s)'
+        '--corruptions', nargs='+', default=['benchmark'], help='names, groups, benchmark or all (default: %(default)s)'
     )
     parser.add_argument('--severities', nargs='+', type=int, default=list(SEVERITIES), choices=SEVERITIES)
-    parser.add_argument('--pictures', type=int, help='of the test set, evenly chosen; all, if not said')
-    parser.add_argument('--stored', type=Path, help="ImageNet-C's folders, instead of corrupting the test set")
-    parser.add_argument('--renditions', type=Path, help="ImageNet-R's class folders, to be tested on as well")
+    parser.add_argument(
+        '--pictures', type=int, help='number of test images, spread evenly over the test set (default: all)'
+    )
+    parser.add_argument(
+        '--stored', type=Path, help='folders of ImageNet-C, to be used instead of corrupting the test set'
+    )
+    parser.add_argument('--renditions', type=Path, help='class folders of ImageNet-R, to be tested on as well')
     parser.add_argument('--out', type=Path, required=True, help='directory for all results')
     add_common_options(parser)
     return parser.parse_args(arguments)
@@ -83,7 +89,7 @@ def renditions_cell(args: argparse.Namespace) -> str:
 
 
 def missing(args: argparse.Namespace, cells: Cells) -> Iterator[tuple[str, Any]]:
-    """Names of cells, and what to call a subject's method with."""
+    """Yields the name of each missing cell, and a function that measures it with a CellTester."""
     if CLEAN not in cells:
         yield CLEAN, lambda subject: subject.clean()
     if args.renditions and renditions_cell(args) not in cells:
@@ -132,7 +138,7 @@ def errors_of(accuracies: dict[str, list[float]]) -> dict[str, list[float]]:
 def summarize(
     args: argparse.Namespace, cells: Cells, names: tuple[str, ...], severities: list[int]
 ) -> dict[str, float]:
-    """Of a classifier: errors in percent. Of a detector: P, mPC and rPC of boxes and masks."""
+    """Returns the errors of a classifier in percent, or P, mPC and rPC of a detector for boxes and masks."""
     if ACCURACY in cells[CLEAN]:
         errors = errors_of(by_corruption(cells, names, severities, ACCURACY))
         found = dict(clean_error=100 - cells[CLEAN][ACCURACY], mean_error=100 * mean_error(errors))
@@ -144,7 +150,7 @@ def summarize(
         numbers = performance(cells[CLEAN][metric], by_corruption(cells, names, severities, metric))
         found |= {f'{metric.split("/")[1]}_{name}': value for name, value in numbers.items()}
     if not found:
-        raise UserError(f'the config measures none of {", ".join((ACCURACY, *APS))}: {", ".join(cells[CLEAN])}.')
+        raise UserError(f'the config measures {", ".join(cells[CLEAN])}, but none of {", ".join((ACCURACY, *APS))}.')
     return found
 
 
@@ -184,7 +190,7 @@ def draw_examples(args: argparse.Namespace, names: tuple[str, ...]) -> None:
 
 
 def example(args: argparse.Namespace) -> str | None:
-    """The first picture of the test set."""
+    """Returns the path of the first image in the test set."""
     from mmengine.registry import DATASETS
 
     dataset = DATASETS.build(dict(load_config(args).test_dataloader.dataset, pipeline=[]))

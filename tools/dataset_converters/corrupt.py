@@ -1,7 +1,11 @@
-"""Writes corrupted copies of a folder of pictures: python tools/dataset_converters/corrupt.py SRC DST
+"""Writes corrupted copies of a folder of images.
 
-Under DST/CORRUPTION/SEVERITY the folders of SRC, as ImageNet-C has them. They take up to 75 times the room of SRC: what
-that is, is said before anything is written. A second call writes what is missing.
+The folders DST/CORRUPTION/SEVERITY repeat the folders of SRC, as in ImageNet-C. The copies need up to 75 times the
+space of SRC. The tool prints the expected size before it writes anything. Running the tool again writes the missing
+images.
+
+Example:
+    python tools/dataset_converters/corrupt.py SRC DST
 """
 
 import argparse
@@ -18,9 +22,9 @@ from mmdtn.datasets.corruption import SEVERITIES, Corruption, chosen
 from mmdtn.errors import UserError, readable_errors
 from mmdtn.files import write_whole
 
-QUALITY = 85  # of JPEG files, as ImageNet-C's
+QUALITY = 85  # JPEG quality, as in ImageNet-C
 ENDINGS = ('.jpg', '.jpeg', '.png')
-SAMPLED = 8  # pictures, from which the size is estimated
+SAMPLED = 8  # number of images from which the size is estimated
 
 
 def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -28,17 +32,19 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument('source', type=Path, metavar='SRC')
     parser.add_argument('target', type=Path, metavar='DST')
     parser.add_argument(
-        '--corruptions', nargs='+', default=['benchmark'], help='names, groups, benchmark or all (%(default)s)'
+        '--corruptions', nargs='+', default=['benchmark'], help='names, groups, benchmark or all (default: %(default)s)'
     )
     parser.add_argument('--severities', nargs='+', type=int, default=list(SEVERITIES), choices=SEVERITIES)
-    parser.add_argument('--processes', type=int, default=os.cpu_count(), help='(%(default)s)')
+    parser.add_argument(
+        '--processes', type=int, default=os.cpu_count(), help='number of processes (default: %(default)s)'
+    )
     parser.add_argument('--yes', action='store_true', help='do not ask before writing')
     parser.add_argument('--debug', action='store_true', help='show the traceback of every error')
     return parser.parse_args(arguments)
 
 
 def read(source: Path) -> np.ndarray:
-    """In colour: grey pictures too, as classifiers see them."""
+    """Reads an image and converts it to RGB."""
     with Image.open(source) as image:
         return np.asarray(image.convert('RGB'))
 
@@ -46,18 +52,18 @@ def read(source: Path) -> np.ndarray:
 def encode(rgb: np.ndarray, like: Path) -> bytes:
     file = io.BytesIO()
     suffix = like.suffix.lower()
-    options = dict(quality=QUALITY) if suffix in ('.jpg', '.jpeg') else {}  # PNG loses nothing
+    options = dict(quality=QUALITY) if suffix in ('.jpg', '.jpeg') else {}  # PNG is lossless
     Image.fromarray(rgb).save(file, format=Image.registered_extensions()[suffix], **options)
     return file.getvalue()
 
 
 def corrupted(rgb: np.ndarray, name: str, severity: int, source: Path) -> np.ndarray:
-    loaded = dict(img=rgb[..., ::-1], img_path=str(source))  # as MM loads it
+    loaded = dict(img=rgb[..., ::-1], img_path=str(source))  # the format in which MM loads images
     return Corruption(name, severity)(loaded)['img'][..., ::-1]
 
 
 def write(job: tuple[Path, list[tuple[str, int, Path]]]) -> int:
-    """All copies of one picture that are missing; returns how many."""
+    """Writes all missing copies of one image, and returns their number."""
     source, targets = job
     todo = [target for target in targets if not target[2].exists()]
     if not todo:
@@ -71,17 +77,19 @@ def write(job: tuple[Path, list[tuple[str, int, Path]]]) -> int:
 def confirmed() -> bool:
     try:
         return input('Write them? [y/N] ').strip().lower() in ('y', 'yes')
-    except EOFError:  # nobody is there to answer
+    except EOFError:  # no terminal to answer from
         return False
 
 
 def run(args: argparse.Namespace) -> None:
     names = chosen(args.corruptions)
     if args.target.resolve().is_relative_to(args.source.resolve()):
-        raise UserError(f'{args.target} is inside {args.source}: a second call would corrupt what is written.')
+        raise UserError(
+            f'{args.target} is inside {args.source}. Choose a target outside, or a second run would corrupt the copies.'
+        )
     sources = sorted(path for path in args.source.rglob('*') if path.suffix.lower() in ENDINGS)
     if not sources:
-        raise UserError(f'{args.source} has no pictures ({", ".join(ENDINGS)}).')
+        raise UserError(f'{args.source} has no images ({", ".join(ENDINGS)}).')
     cells = [(name, severity) for name in names for severity in sorted(set(args.severities))]
     middle = sorted(set(args.severities))[len(set(args.severities)) // 2]
     sampled = sources[:: -(-len(sources) // SAMPLED)]
@@ -90,14 +98,14 @@ def run(args: argparse.Namespace) -> None:
     args.target.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(args.target).free
     print(
-        f'{len(sources)} pictures in {len(cells)} cells: {len(sources) * len(cells):,} files, about '
+        f'{len(sources)} images with {len(cells)} corruptions each: {len(sources) * len(cells):,} files, about '
         f'{size / 2**30:.2f} GiB of {free / 2**30:.2f} GiB free in {args.target}',
         flush=True,
     )
     if size > free:
-        raise UserError(f'{args.target} has no room for them: choose fewer --corruptions or --severities.')
+        raise UserError(f'{args.target} has not enough space: choose fewer --corruptions or --severities.')
     if not args.yes and not confirmed():
-        raise UserError('nothing was written; --yes writes without a question.')
+        raise UserError('nothing was written; use --yes to write without a question.')
     jobs = []
     for source in sources:
         inside = source.relative_to(args.source)

@@ -1,6 +1,10 @@
-"""The generated data set of the demo and the tests: python tools/dataset_converters/make_shapes.py [DIRECTORY]
+"""Generates the dataset of the demo and the tests.
 
-COCO's layout, for detection and instance segmentation; with --classification class folders, for MMPretrain.
+The dataset has COCO's format, for detection and instance segmentation. With --classification, the images are in class
+folders, as MMPretrain reads them.
+
+Example:
+    python tools/dataset_converters/make_shapes.py DIRECTORY
 """
 
 import argparse
@@ -10,12 +14,12 @@ from mmdtn.datasets import TRAIN, VAL, write_classification, write_coco
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument('directory', nargs='?', help='data/shapes, or data/shapes_classification, if not said')
-    parser.add_argument('--train', type=int, default=TRAIN, help='pictures for training (default: %(default)s)')
-    parser.add_argument('--val', type=int, default=VAL, help='pictures for validation (default: %(default)s)')
-    parser.add_argument('--seed', type=int, default=0, help='same seed, same bytes (default: %(default)s)')
+    parser.add_argument('directory', nargs='?', help='default: data/shapes, or data/shapes_classification')
+    parser.add_argument('--train', type=int, default=TRAIN, help='number of training images (default: %(default)s)')
+    parser.add_argument('--val', type=int, default=VAL, help='number of validation images (default: %(default)s)')
+    parser.add_argument('--seed', type=int, default=0, help='the same seed gives the same files (default: %(default)s)')
     parser.add_argument(
-        '--classification', action='store_true', help='one object a picture, in a folder for each class'
+        '--classification', action='store_true', help='draw one object per image, in a folder for each class'
     )
     args = parser.parse_args()
     write, directory = (
@@ -25,7 +29,7 @@ def main() -> None:
         root = write(args.directory or directory, args.train, args.val, args.seed)
     except (ValueError, OSError) as error:
         raise SystemExit(str(error)) from None
-    print(f'{root}: {args.train} pictures for training, {args.val} for validation, seed {args.seed}')
+    print(f'{root}: {args.train} training images, {args.val} validation images, seed {args.seed}')
 
 
 if __name__ == '__main__':

@@ -1,8 +1,11 @@
-"""Writes a model as ONNX, or as torch's exported program: python tools/deployment/export.py CONFIG CHECKPOINT \
---out MODEL.onnx
+"""Exports a model as ONNX, or as an exported program of torch.
 
-Classifiers of MMPretrain give scores; RetinaNet, Faster and Mask R-CNN give boxes, scores, labels and masks after
-non-maximum suppression. predict.py, written beside the file, runs it without torch. See docs/deployment.md.
+Classifiers of MMPretrain return scores. RetinaNet, Faster R-CNN and Mask R-CNN return boxes, scores, labels and masks
+after non-maximum suppression. The script predict.py is written next to the file, and runs it without torch. See
+docs/deployment.md.
+
+Example:
+    python tools/deployment/export.py CONFIG CHECKPOINT --out MODEL.onnx
 """
 
 import argparse
@@ -19,13 +22,15 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument('config')
     parser.add_argument('checkpoint')
     parser.add_argument('--out', required=True, type=Path, metavar='FILE')
-    parser.add_argument('--raw', action='store_true', help='what the head computes, for any single-stage detector')
-    parser.add_argument('--size', type=int, nargs=2, metavar=('H', 'W'), help='that the file takes; open if not said')
-    parser.add_argument('--format', choices=FILE_KINDS, default='onnx', help='(default: %(default)s)')
+    parser.add_argument(
+        '--raw', action='store_true', help='export the raw outputs of the head, for any single-stage detector'
+    )
+    parser.add_argument('--size', type=int, nargs=2, metavar=('H', 'W'), help='fixed image size (default: any size)')
+    parser.add_argument('--format', choices=FILE_KINDS, default='onnx', help='file format (default: %(default)s)')
     parser.add_argument('--debug', action='store_true', help='show the traceback of every error')
     args = parser.parse_args(arguments)
     if args.out.suffix != f'.{args.format}':
-        parser.error(f'--out {args.out}: a file of --format {args.format} ends in .{args.format}')
+        parser.error(f'--out {args.out}: the name has to end in .{args.format}, as --format says')
     return args
 
 
@@ -37,12 +42,14 @@ def main(arguments: list[str] | None = None) -> None:
     print(f'written: {args.out}, {args.out.stat().st_size / 1e6:.1f} MB')
     for c in compared:
         boxes = '' if c.boxes is None else f', {c.boxes} boxes'
-        boxes += '' if c.score_thr is None else f' over {c.score_thr:.2g}, as none is over the score_thr of the config'
+        boxes += (
+            '' if c.score_thr is None else f' over {c.score_thr:.2g}, as no score exceeds the score_thr of the config'
+        )
         pixels = '' if c.pixels is None else f', {c.pixels:.1e} pixels'
         shape = ' x '.join(map(str, c.shape))
         print(f'{shape}{boxes}: the largest difference from the model is {c.difference:.1e}{pixels}')
-        print(f'    {1000 * c.original:.0f} ms by torch, {1000 * c.exported:.0f} ms as exported')
-    print(f'(CPU, {torch.get_num_threads()} threads, torch {torch.__version__}, shortest of several runs)')
+        print(f'    {1000 * c.original:.0f} ms in torch, {1000 * c.exported:.0f} ms exported')
+    print(f'(CPU, {torch.get_num_threads()} threads, torch {torch.__version__}, fastest of several runs)')
 
 
 if __name__ == '__main__':

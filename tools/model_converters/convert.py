@@ -1,10 +1,11 @@
-"""Turns a published checkpoint into one of this package's models, or a model with LayerNorm into one with DTN.
+"""Converts a published checkpoint to a model of this package, or a model with LayerNorm to one with DTN.
 
-python tools/model_converters/convert.py pvt_tiny.pth --to tiny --out pvt-t.pth
-python tools/model_converters/convert.py pvt_tiny.pth --to CONFIG.py --warm-start --out pvt-t-dtn.pth
+The result can be loaded with init_cfg=dict(type='Pretrained', checkpoint=..., prefix='backbone.'), with load_from, and
+by tools/test.py.
 
-The result is loaded by init_cfg=dict(type='Pretrained', checkpoint=..., prefix='backbone.'), and as a whole by
-load_from and by tools/test.py.
+Example:
+    python tools/model_converters/convert.py pvt_tiny.pth --to tiny --out pvt-t.pth
+    python tools/model_converters/convert.py pvt_tiny.pth --to CONFIG.py --warm-start --out pvt-t-dtn.pth
 """
 
 import argparse
@@ -26,9 +27,9 @@ from mmdtn.models import build, read_config
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument('source', help='path or URL')
+    parser.add_argument('source', help='path or URL of the checkpoint')
     parser.add_argument('--from', dest='format', choices=checkpoints.CHOICES, default='auto')
-    parser.add_argument('--to', required=True, help="a config, or the name of an architecture, as 'tiny' or 's*'")
+    parser.add_argument('--to', required=True, help="a config, or the name of an architecture such as 'tiny' or 's*'")
     parser.add_argument('--out', required=True, type=Path)
     parser.add_argument(
         '--warm-start',
@@ -36,9 +37,11 @@ def parse_args() -> argparse.Namespace:
         type=float,
         const=0.999,
         metavar='LAMBDA',
-        help='LayerNorm to DTN: the share of LayerNorm in all statistics at the start, 0.999 if not said',
+        help='convert LayerNorm to DTN, with this share of LayerNorm in all statistics (default: 0.999)',
     )
-    parser.add_argument('--resize', action='store_true', help='interpolate position embeddings and bias tables')
+    parser.add_argument(
+        '--resize', action='store_true', help='interpolate position embeddings and bias tables to the size of the model'
+    )
     return parser.parse_args()
 
 
@@ -49,12 +52,14 @@ def from_config(path: str) -> Config:
 
 
 def from_arch(name: str, state: State, said: str, warm_start: bool) -> Config:
-    """The backbone that computes what the model of the file does, with a class token where that has one."""
+    """Returns a config of the backbone that computes the same as the model of the checkpoint."""
     theirs = split(state)[0]
     file = recognise(theirs, said)
     kind = FORMATS[file]
     if kind.is_own:
-        raise ValueError('A file of this package needs --to CONFIG: its tensors do not tell how it was configured.')
+        raise ValueError(
+            'A file of this package needs --to CONFIG, because its tensors do not tell how it was configured.'
+        )
     if kind.out_type is None:
         raise ValueError(f'A {file} file needs --to CONFIG: it holds a whole model, a {kind.backbone}.')
     norm_cfg = kind.norm_cfg
@@ -67,7 +72,7 @@ def from_arch(name: str, state: State, said: str, warm_start: bool) -> Config:
         if kind.backbone == 'PVTDTN':
             arch |= dict(norm_heads=DTN_HEADS)
         elif kind.backbone in ('ViTDTN', 'T2TViTDTN'):
-            options.setdefault('cls_from', 0)  # as in the file
+            options.setdefault('cls_from', 0)  # the class token starts at the first block, as in the file
     return Config(dict(model=dict(type=kind.backbone, arch=arch, norm_cfg=norm_cfg, **options)))
 
 
@@ -90,7 +95,7 @@ def main() -> None:
     if isinstance(model, Backbone):
         converted = {f'backbone.{key}': value for key, value in converted.items()}
     meta = dict(mmdtn_version=mmdtn.__version__, converted_from=Path(args.source).name, format=report.format)
-    meta['cfg'] = cfg.pretty_text  # with which the weights mean what they meant
+    meta['cfg'] = cfg.pretty_text  # the config that the weights belong to
     checkpoints.write(args.out, dict(state_dict=converted, meta=meta))
     said = {key: value for key, value in cfg.model.get('backbone', cfg.model).items() if value is not None}
     print(f'written: {args.out}, for backbone={said}')

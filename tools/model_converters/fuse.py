@@ -1,8 +1,11 @@
-"""Takes the norms that are affine in evaluation out of a trained model: python tools/model_converters/fuse.py CONFIG \
-CHECKPOINT --out FUSED.pth
+"""Folds norms that are affine in evaluation mode into neighbouring layers of a trained model.
 
-Writes FUSED.pth and FUSED.py, which builds the model that it loads into; all tools take the two as any others. Says of
-each norm of the backbone what took it in, or why it stays, and compares both models on random images.
+The tool writes FUSED.pth, and the config FUSED.py, which builds the fused model. All tools accept this pair of files.
+The tool prints for each norm of the backbone which layer it was folded into, or why it remains, and compares both
+models on random images.
+
+Example:
+    python tools/model_converters/fuse.py CONFIG CHECKPOINT --out FUSED.pth
 """
 
 import argparse
@@ -28,7 +31,10 @@ from mmdtn.surgery.fusion import FusedNorm, fuse
 
 
 def convert(config: str, checkpoint: str, out: Path) -> tuple[nn.Module, nn.Module, list[FusedNorm], int]:
-    """Writes the fused model beside its config; returns model, fused model, what became of each norm, and channels."""
+    """Writes the fused model and its config.
+
+    Returns the model, the fused model, the outcome for each norm, and the number of input channels.
+    """
     for file in (out, out.with_suffix('.py')):
         if file.resolve() in (Path(config).resolve(), Path(checkpoint).resolve()):
             raise UserError(f'--out {out} would overwrite {file}: give another name.')
@@ -56,12 +62,12 @@ def convert(config: str, checkpoint: str, out: Path) -> tuple[nn.Module, nn.Modu
 def show(outcomes: Sequence[FusedNorm]) -> None:
     width = max(len(o.name) for o in outcomes)
     for o in outcomes:
-        print(f'{o.name:{width}}  {o.kind:12} {f"-> {o.into}" if o.into else f"stays: {o.why}"}')
+        print(f'{o.name:{width}}  {o.kind:12} {f"-> {o.into}" if o.into else f"not fused: {o.why}"}')
     print(f'{sum(bool(o.into) for o in outcomes)} of {len(outcomes)} norms fused')
 
 
 def run(model: Any, x: Tensor) -> Sequence[Tensor]:
-    """The features of a backbone or of a detector's neck, the scores of a classifier."""
+    """Returns the features of a backbone or of a detector's neck, or the scores of a classifier."""
     if package_of(type(model)) == 'mmpretrain':
         return [model(x, mode='tensor')]
     return model(x) if isinstance(model, Backbone) else model.extract_feat(x)
@@ -100,15 +106,19 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument('checkpoint')
     parser.add_argument('--out', required=True, type=Path, metavar='FUSED.pth')
     parser.add_argument(
-        '--shape', type=int, nargs=2, metavar=('H', 'W'), help='of the comparison; 224 224, or what the model takes'
+        '--shape',
+        type=int,
+        nargs=2,
+        metavar=('H', 'W'),
+        help='image size of the comparison (default: 224 224, or the size of the model)',
     )
-    parser.add_argument('--repeats', type=int, default=10, help='runs that are timed (default: %(default)s)')
+    parser.add_argument('--repeats', type=int, default=10, help='number of timed runs (default: %(default)s)')
     parser.add_argument('--debug', action='store_true', help='show the traceback of every error')
     args = parser.parse_args(arguments)
     if args.out.suffix != '.pth':
-        parser.error(f'--out {args.out}: give a .pth file; the config goes beside it')
+        parser.error(f'--out {args.out}: give a .pth file. The config is written next to it.')
     if args.repeats < 1:
-        parser.error('--repeats: at least 1')
+        parser.error('--repeats: give at least 1')
     return args
 
 

@@ -1,7 +1,10 @@
-"""Makes a checkpoint fit to be given to others: python tools/model_converters/publish_model.py EPOCH.pth OUT.pth
+"""Prepares a checkpoint for publication.
 
-Keeps the weights and the meta with its config, drops the states of optimizer, schedule and logs, and puts the first
-eight digits of the file's SHA-256 into its name, as torch.hub and MM's model zoos expect: OUT-1a2b3c4d.pth.
+The tool keeps the weights, and the meta data with the config. The states of optimizer, schedules and logs are removed.
+The first eight digits of the file's SHA-256 are added to its name, as torch.hub and the model zoos of MM expect.
+
+Example:
+    python tools/model_converters/publish_model.py EPOCH.pth OUT.pth  # writes OUT-1a2b3c4d.pth
 """
 
 import argparse
@@ -14,11 +17,12 @@ from mmdtn import checkpoints
 
 def publish(source: str, out: Path) -> Path:
     checkpoint = checkpoints.load(source)
-    weights = {key: value.clone() for key, value in checkpoints.read(source).items()}  # views would save whole storages
+    # Tensors are cloned, because saving a view would save its whole storage.
+    weights = {key: value.clone() for key, value in checkpoints.read(source).items()}
     if 'cfg' not in checkpoint.get('meta', {}):
-        print(f'{source} has no config in its meta: whoever gets the file has to be told how the model was built.')
+        print(f'{source} has no config in its meta data. Users of the file have to know how the model was built.')
     out.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=out.parent) as folder:  # OUT itself may be the source
+    with tempfile.TemporaryDirectory(dir=out.parent) as folder:  # OUT may be the source
         unnamed = Path(folder, out.name)
         checkpoints.write(unnamed, dict(meta=checkpoint.get('meta', {}), state_dict=weights))
         digest = hashlib.sha256(unnamed.read_bytes()).hexdigest()[:8]

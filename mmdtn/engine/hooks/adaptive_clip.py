@@ -1,4 +1,4 @@
-"""Adaptive gradient clipping."""
+"""Hook for adaptive gradient clipping."""
 
 from typing import Any
 
@@ -11,19 +11,19 @@ from torch.optim import Optimizer
 
 @HOOKS.register_module()
 class AdaptiveClipHook(Hook):
-    """Shortens gradients that are long beside their weights (arXiv 2102.06171), as LeViT was trained.
+    """Hook that clips gradients relative to the weights (arXiv 2102.06171), as in the training of LeViT.
 
-    What leads to one output of a layer has a gradient of at most ``clip_factor`` times its own length; a length of less
-    than 1e-3 counts as that.
+    The gradient norm of each output unit is clipped to ``clip_factor`` times the norm of its weights. Weight norms
+    below 1e-3 count as 1e-3.
 
-    mmengine calls no hook between the backward part and the optimizer's step, so a step hook of torch's optimizer
-    clips. That fits every optimizer wrapper: gradients have accumulated by then, and a loss scale is out of them,
-    except with optimizers of ``fused=True``, which take it out themselves.
+    MMEngine calls no hook between the backward pass and the optimizer step, so a step hook of torch's optimizer clips.
+    At this point, every optimizer wrapper has accumulated and unscaled the gradients. Optimizers with ``fused=True``
+    are an exception, because they unscale gradients themselves after the hook.
     """
 
     def __init__(self, clip_factor: float = 0.01) -> None:
         if not clip_factor > 0:
-            raise ValueError(f'clip_factor={clip_factor!r}: give the largest ratio of gradient to weights, as 0.01.')
+            raise ValueError(f'clip_factor={clip_factor!r}: give a positive ratio of the norms, such as 0.01.')
         self.clip_factor = clip_factor
 
     def before_train(self, runner: Runner) -> None:

@@ -1,4 +1,4 @@
-"""Heads, training and evaluation data have the same classes."""
+"""Hook that checks that heads, training data and evaluation data have the same classes."""
 
 import re
 from collections.abc import Iterator
@@ -16,11 +16,13 @@ HEAD = re.compile(r'(.*\.)?(head|bbox_head|mask_head)(\.\d+)?')
 
 @HOOKS.register_module()
 class CheckClassesHook(Hook):
-    """Refuses a run in which labels cannot mean what they should.
+    """Hook that stops a run whose labels would have a wrong meaning.
 
-    A label beyond a head's classes is background to some detectors and a crash to others; where class folders differ
-    between training and evaluation, the same label is another class. (MMDetection's ``NumClassCheckHook`` has to be put
-    into each config, refuses larger heads as well, and does not compare the data.)
+    Some detectors treat a label that is not among a head's classes as background, and others crash. If the class
+    folders of the training and validation data differ, the same label means different classes.
+
+    MMDetection's ``NumClassCheckHook`` has to be added to each config, rejects heads with too many classes, and does
+    not compare the datasets.
     """
 
     def before_train(self, runner: Runner) -> None:
@@ -29,16 +31,19 @@ class CheckClassesHook(Hook):
         other = classes_of(runner.val_dataloader) if runner.val_loop is not None else ()
         for label, (one, two) in enumerate(zip(train, other, strict=False)):
             if one != two:
-                raise UserError(f'label {label} is {one!r} in the training data, but {two!r} in that of validation.')
+                raise UserError(f'label {label} is {one!r} in the training data, but {two!r} in the validation data.')
         if train and len(other) > len(train):
-            raise UserError(f'the validation data has {len(other)} classes, the training data only {len(train)}.')
+            raise UserError(f'the validation data has {len(other)} classes, but the training data only {len(train)}.')
 
     def before_test(self, runner: Runner) -> None:
         check_heads(runner, classes_of(runner.test_dataloader), 'test')
 
 
 def classes_of(loader: Any) -> tuple[str, ...]:
-    """Of the data's metainfo, of panoptic data those that have boxes; none where it does not say."""
+    """Returns the class names in the metainfo of a dataset, or an empty tuple.
+
+    For panoptic datasets, only the classes with boxes are returned.
+    """
     metainfo = getattr(loader.dataset, 'metainfo', None) or {}
     return tuple(metainfo.get('thing_classes') or metainfo.get('classes') or ())
 
@@ -52,7 +57,10 @@ def check_heads(runner: Runner, classes: tuple[str, ...], which: str) -> None:
 
 
 def heads(model: nn.Module) -> Iterator[tuple[str, int]]:
-    """Name and classes of those that tell classes apart, as RPNs and masks for all classes do not."""
+    """Yields the name and the number of classes of each head that predicts classes.
+
+    RPNs and class-agnostic mask heads are left out.
+    """
     for name, module in model.named_modules():
         number = getattr(module, 'num_classes', None)
         alike = getattr(module, 'class_agnostic', False) or 'RPN' in type(module).__name__

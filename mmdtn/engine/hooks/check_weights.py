@@ -1,4 +1,4 @@
-"""A checkpoint fits the model that is tested, resumed or started with it."""
+"""Hooks that check whether a checkpoint fits the model."""
 
 from mmengine.hooks import Hook
 from mmengine.model import is_model_wrapper
@@ -10,15 +10,16 @@ from torch.nn.parallel import DistributedDataParallel
 from mmdtn.errors import UserError
 from mmdtn.norms import start_new_task
 
-NAMED = 4  # of the tensors that do not fit
+NAMED = 4  # number of mismatches that an error names
 OF_DTN = ('mean_mix', 'var_mix', 'position')
 
 
 @HOOKS.register_module()
 class CheckWeightsHook(Hook):
-    """Refuses a checkpoint that lacks parameters of the model, or has them in other shapes, or those of other norms.
+    """Hook that rejects a checkpoint that does not fit the model.
 
-    mmengine takes what fits and leaves a warning in the log; the numbers that follow look like a bad model's.
+    A checkpoint does not fit if it lacks parameters, if shapes differ, or if it has DTN parameters that the model
+    lacks. MMEngine only logs a warning in these cases, and the metrics then look like those of a bad model.
     """
 
     priority = 'VERY_HIGH'
@@ -27,10 +28,10 @@ class CheckWeightsHook(Hook):
     def after_load_checkpoint(self, runner: Runner, checkpoint: dict) -> None:
         model = runner.model
         if is_model_wrapper(model) and not isinstance(model, DistributedDataParallel):
-            return  # its parameters are in parts
+            return  # the parameters are sharded
         state = checkpoint.get('state_dict', checkpoint)
         found = {key.removeprefix('module.'): value for key, value in state.items()}
-        if wrong := self.misfits(getattr(model, 'module', model), found):  # of DDP, and of test-time augmentation
+        if wrong := self.misfits(getattr(model, 'module', model), found):  # unwraps DDP and test-time augmentation
             more = f'; and {len(wrong) - NAMED} more' if len(wrong) > NAMED else ''
             raise UserError(
                 f'{runner.cfg.get("load_from")} is not a checkpoint of the model of {runner.cfg.filename}: '
@@ -38,7 +39,10 @@ class CheckWeightsHook(Hook):
             )
 
     def misfits(self, model: nn.Module, state: dict) -> list[str]:
-        """Loads the state: modules that read older files translate names as they do."""
+        """Loads the state dict, and returns a description of each mismatch.
+
+        Loading the state dict lets modules translate the names of older checkpoints.
+        """
         try:
             missing, unexpected = model.load_state_dict(state, strict=False)
         except RuntimeError as error:
@@ -53,19 +57,22 @@ class CheckWeightsHook(Hook):
 
 @HOOKS.register_module()
 class StartFromWeightsHook(CheckWeightsHook):
-    """Starts a new training with the weights of another one, which may lack some; norms that count steps start at 0."""
+    """Hook that starts a new training with the weights of a checkpoint, which may lack some of them.
+
+    Norms that count training steps start at 0.
+    """
 
     hint = (
-        '. For a new head, of other classes, give the file as --cfg-options load_from=FILE instead: what does not fit '
-        'is left out then.'
+        '. For a new head with other classes, use --cfg-options load_from=FILE instead, which skips tensors that do '
+        'not fit.'
     )
 
     def lacks(self, model: nn.Module, missing: list[str], unexpected: list[str]) -> list[str]:
         if len(missing) < len(model.state_dict()):
             return []
         return [
-            f'none of its tensors has the name of one of the model; it has {", ".join(unexpected[:3])}. Published '
-            'files go through tools/model_converters/convert.py first'
+            f'none of its tensors has the name of a tensor of the model; it has {", ".join(unexpected[:3])}. Convert '
+            'published files with tools/model_converters/convert.py first'
         ]
 
     def before_train(self, runner: Runner) -> None:

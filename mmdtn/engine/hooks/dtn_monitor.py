@@ -1,4 +1,4 @@
-"""What the DTN layers of a model in training do."""
+"""Hook that logs the lambdas and neighbourhoods of DTN layers during training."""
 
 from functools import partial
 from typing import Any
@@ -15,13 +15,15 @@ from mmdtn.norms import DTN, DTN2d
 
 @HOOKS.register_module()
 class DTNMonitorHook(Hook):
-    """Shows lambda and the effective neighbourhood of each head of each DTN layer to the visualizer.
+    """Hook that logs the lambdas and the effective neighbourhood of each head of each DTN layer.
 
-    Scalars ``dtn/LAYER/lambda_mean/HEAD``, ``lambda_var`` and ``distance``: the mean distance in tokens between a token
-    and those that P mixes into its statistics, on the grid of the last batch. Does nothing between its iterations.
+    The visualizer receives the scalars ``dtn/LAYER/lambda_mean/HEAD``, ``dtn/LAYER/lambda_var/HEAD`` and
+    ``dtn/LAYER/distance/HEAD``. The distance is the mean distance, in tokens, between a token and the tokens that P
+    mixes into its statistics, on the grid of the last batch. The hook does not slow down the iterations between two
+    logs.
 
     Args:
-        interval: Iterations from one to the next.
+        interval: Number of iterations between two logs.
 
     Example:
         custom_hooks = [dict(type='DTNMonitorHook', interval=500)]
@@ -52,7 +54,7 @@ class DTNMonitorHook(Hook):
             return
         for handle in self.handles:
             handle.remove()
-        from mmdtn.analysis.neighbourhood import lambdas, mean_distance  # of no use to runs without this hook
+        from mmdtn.analysis.neighbourhood import lambdas, mean_distance  # only runs with this hook need it
 
         scalars: dict[str, float] = {}
         for name, (height, width) in self.grids.items():

@@ -1,4 +1,4 @@
-"""Runs the validation that a killed run did not finish."""
+"""Hook that runs the validation that a killed run did not finish."""
 
 from bisect import bisect
 from pathlib import Path
@@ -8,21 +8,21 @@ from mmengine.hooks import Hook
 from mmengine.registry import HOOKS
 from mmengine.runner import EpochBasedTrainLoop, Runner
 
-NOTE = 'last_validation'  # in the work directory, the iterations before the last validation that finished
+NOTE = 'last_validation'  # file in the work directory with the iteration of the last finished validation
 
 
 @HOOKS.register_module()
 class MissedValidationHook(Hook):
-    """Validates first where a run goes on from a checkpoint whose validation was not finished.
+    """Hook that validates at the start of a resumed run if the validation of its checkpoint was not finished.
 
-    A checkpoint is saved before its validation. mmengine goes on behind both, so that the log would lack a point of its
-    curves, and ``save_best`` a candidate; after the last validation there would be no result at all.
+    MMEngine saves a checkpoint before the validation, but resumes after the validation. The log would therefore lack a
+    point, ``save_best`` would lack a candidate, and a run killed in its last validation would have no result.
 
-    The validation runs in ``before_train``, because mmengine's loops go on from there to the next epoch, or to the end,
-    without another call.
+    The validation runs in ``before_train``, because mmengine's loops then start the next epoch or end without calling
+    another hook.
     """
 
-    priority = 'LOWEST'  # when the other hooks are ready
+    priority = 'LOWEST'  # after the other hooks are set up
 
     def before_train(self, runner: Runner) -> None:
         if not runner.iter or runner.val_loop is None or not _is_due(runner):
@@ -39,7 +39,7 @@ class MissedValidationHook(Hook):
 
 
 def _is_due(runner: Runner) -> bool:
-    """Whether mmengine's training loops validate where the run is."""
+    """Whether mmengine's training loop validates at the current iteration."""
     loop = runner.train_loop
     done, last = runner.iter, runner.max_iters
     if isinstance(loop, EpochBasedTrainLoop):

@@ -1,4 +1,4 @@
-"""Gradients that accumulate over iterations, in checkpoints."""
+"""Hook that saves accumulated gradients in checkpoints."""
 
 from mmengine.dist import get_world_size
 from mmengine.hooks import Hook
@@ -9,16 +9,16 @@ from torch import Tensor
 
 @HOOKS.register_module()
 class PendingGradientsHook(Hook):
-    """Saves the gradients that accumulate towards the next step of the optimizer, and goes on from them.
+    """Hook that saves the gradients accumulated for the next optimizer step, and restores them in a resumed run.
 
-    With several processes each has gradients of its own, of which a checkpoint has no place; none is saved then.
+    With several processes nothing is saved, because a checkpoint can only hold the gradients of one process.
     """
 
-    loaded: dict[str, Tensor] = {}  # noqa: RUF012  # never written to
+    loaded: dict[str, Tensor] = {}  # noqa: RUF012  # never modified
 
     def before_save_checkpoint(self, runner: Runner, checkpoint: dict) -> None:
         gradients = {name: p.grad.cpu() for name, p in runner.model.named_parameters() if p.grad is not None}
-        if gradients and get_world_size() == 1:  # between steps mmengine leaves no gradient
+        if gradients and get_world_size() == 1:  # mmengine clears gradients after each step
             checkpoint['pending_gradients'] = gradients
 
     def after_load_checkpoint(self, runner: Runner, checkpoint: dict) -> None:

@@ -1,4 +1,4 @@
-"""Progress, remaining time, loss and learning rate at the foot of a terminal."""
+"""Hook that shows progress bars in a terminal."""
 
 import sys
 from typing import Any
@@ -12,21 +12,22 @@ from tqdm import tqdm
 
 @HOOKS.register_module()
 class ProgressHook(Hook):
-    """tqdm's bars where a person looks at them; in files and pipes, only mmengine's plain log lines remain.
+    """Hook that shows progress, remaining time, loss and learning rate in tqdm bars at the bottom of a terminal.
 
-    (mmengine's ``LoggerHook`` writes its lines at intervals, and its ``ProgressBar`` knows no loss.)
+    Files and pipes receive only the log lines of mmengine. The ``LoggerHook`` of mmengine only writes a line at
+    intervals, and its ``ProgressBar`` does not show the loss.
     """
 
-    priority = 'LOWEST'  # when the others have said what is to be shown
+    priority = 'LOWEST'  # after the other hooks have set the values to show
 
     def before_run(self, runner: Runner) -> None:
-        self.bars: list[tqdm] = []  # that of a validation after, and on the screen in place of, that of the training
+        self.bars: list[tqdm] = []  # all open bars; only the last one is on the screen
         for handler in runner.logger.handlers:
             if getattr(handler, 'stream', None) is sys.stdout:
                 handler.addFilter(self._make_room)
 
     def _make_room(self, record: Any) -> bool:
-        """A log line takes the place of the bars, which are drawn again below it."""
+        """Clears the bars, so that tqdm draws them again below the log line."""
         for bar in self.bars:
             bar.clear()
         return True

@@ -1,4 +1,4 @@
-"""Broken training images are left out, and named."""
+"""Hook that skips broken training images and lists them."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,18 +13,18 @@ from mmengine.runner import Runner
 from mmdtn.engine.data_checks import describe, has_local_file, is_local, listed, note
 from mmdtn.engine.faults import DataError, decoding_fault, image_fault
 
-IN_A_ROW = 100  # pictures that cannot be used; then no picture can
+IN_A_ROW = 100  # number of consecutive unusable images that stops the run
 
 
 @HOOKS.register_module()
 class SkipBrokenImagesHook(Hook):
-    """Draws another training image for one that is missing or broken, and lists all left out at the end of the run.
+    """Hook that replaces missing and broken training images by others, and lists them at the end of the run.
 
-    It puts a check in front of the pipeline of every data set, also of one that another data set wraps.
-    (``LoadImageFromFile(ignore_empty=True)`` leaves files out without a word, and takes half a JPEG for a picture.)
+    The hook puts a check in front of the pipeline of every dataset, including wrapped datasets. In contrast,
+    ``LoadImageFromFile(ignore_empty=True)`` skips files without a message, and accepts truncated JPEG files.
 
     Args:
-        strict: Stop at the first one instead.
+        strict: Whether to stop at the first broken image instead.
     """
 
     priority = 'LOWEST'  # after mmdet's PipelineSwitchHook, whose new pipeline has no check
@@ -42,9 +42,9 @@ class SkipBrokenImagesHook(Hook):
 
 
 class WithoutBrokenImages(Compose):
-    """A pipeline that gives None for an image that does not decode: mmengine's data sets draw another one then.
+    """Pipeline that returns None for an image that cannot be decoded, so that the dataset draws another one.
 
-    Any other error of the pipeline stays an error.
+    All other errors of the pipeline are raised.
     """
 
     def __init__(self, pipeline: Compose, log_dir: str, strict: bool) -> None:
@@ -55,14 +55,14 @@ class WithoutBrokenImages(Compose):
     def __call__(self, data: dict) -> Any:
         if not has_local_file(data):
             return super().__call__(data)
-        image = dict(data)  # the transforms change it
+        image = dict(data)  # a copy, because transforms change `data`
         path = image['img_path']
         fault = image_fault(path)
         if fault is None:
             try:
                 self.in_a_row = 0
                 return super().__call__(data)
-            except Exception:  # anything can fail in a pipeline
+            except Exception:  # transforms raise various exceptions
                 fault = decoding_fault(path)
                 if fault is None:
                     raise
@@ -71,7 +71,7 @@ class WithoutBrokenImages(Compose):
         note(self.log_dir, describe(image, fault))
         self.in_a_row += 1
         if self.in_a_row == IN_A_ROW:
-            raise DataError(f'{IN_A_ROW} training images in a row cannot be used, the last is {describe(image, fault)}')
+            raise DataError(f'{IN_A_ROW} training images in a row cannot be used. The last is {describe(image, fault)}')
         return None
 
 
@@ -84,7 +84,7 @@ def _report_skipped(runner: Runner) -> None:
 
 
 def _innermost(dataset: Any) -> Iterator[BaseDataset]:
-    """The data sets that have files, of those that wrap them; ``_dataset`` is where mmengine keeps a sliced one."""
+    """Yields the datasets that read files, including wrapped ones. MMEngine keeps a sliced dataset in ``_dataset``."""
     if isinstance(dataset, BaseDataset):
         yield dataset
     wrapped = [getattr(dataset, name, None) for name in ('_dataset', 'dataset')]

@@ -1,4 +1,4 @@
-"""Stops a run whose loss is NaN or infinite, and finds out where that began."""
+"""Hook that stops a run whose loss is NaN or infinite, and finds the layer where that began."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -17,23 +17,23 @@ from mmdtn.errors import UserError
 
 
 class NonFiniteError(UserError):
-    """A loss, or weights about to be saved, that are NaN or infinite."""
+    """Raised if the loss, or a weight about to be saved, is NaN or infinite."""
 
 
 @HOOKS.register_module()
 class StopOnNonFiniteHook(Hook):
-    """Ends the run before a NaN or infinite loss reaches the weights, and before such weights reach a checkpoint.
+    """Hook that stops a run before a NaN or infinite loss changes the weights, and before such weights are saved.
 
-    The error names the iteration, the images and the layer: the step is run again, with the same random numbers, and
-    the output of every layer looked at. (mmdet's ``CheckInvalidLossHook`` looks after the optimizer's step, when the
-    weights are lost, and does not say where it began.)
+    The error names the iteration, the images and the layer. To find the layer, the hook repeats the forward pass with
+    the same random numbers and checks the output of every layer. In contrast, ``CheckInvalidLossHook`` of mmdet checks
+    the loss after the optimizer step, when the weights are lost, and does not name the layer.
 
-    No GPU waits for it. The flag "the loss is finite" is queued right behind the forward part, and read before the
-    optimizer's step, when the backward part is queued: that keeps the GPU busy while the process reads and queues the
-    step. mmengine waits for the whole step at the end of each iteration anyway, where it reads the losses for its log.
+    The hook never leaves the GPU idle. Right after the forward pass, the hook queues a flag that tells whether the loss
+    is finite. The hook reads the flag before the optimizer step, when the backward pass is queued and keeps the GPU
+    busy. MMEngine waits for the whole step at the end of each iteration anyway, to read the losses for its log.
 
-    mmengine calls no hook between the backward part and the optimizer's step, so the flag is read in a step hook of
-    torch's optimizer.
+    MMEngine calls no hook between the backward pass and the optimizer step, so a step hook of torch's optimizer reads
+    the flag.
     """
 
     priority = 'HIGH'
@@ -59,25 +59,26 @@ class StopOnNonFiniteHook(Hook):
             self.flag = _Flag(_unwrapped(model).parse_losses(losses)[0])
 
     def after_train_iter(self, *args: Any, **kwargs: Any) -> None:
-        self._check()  # there is no step while gradients accumulate, or where a gradient scaler leaves it out
+        self._check()  # no optimizer step may have run, as during gradient accumulation
 
     def _check(self, *args: Any) -> None:
         flag, self.flag = self.flag, None
         if flag is None or flag.finite_everywhere():
             return
         self.after_train(self.runner)
-        seed_everything(self.runner.seed, 0, self.runner.iter)  # as the resumable loops did before this step
+        seed_everything(self.runner.seed, 0, self.runner.iter)  # as in the resumable loops
         where = first_nonfinite_layer(self.runner, self.batch)
         if flag.loss.isfinite():
-            raise NonFiniteError(f'the loss of another process than {get_rank()} is not finite.')
+            raise NonFiniteError(f'the loss is not finite in a process other than {get_rank()}.')
         images = ', '.join(_image_names(self.batch)) or 'images without names'
         raise NonFiniteError(
-            f'the loss is {flag.loss.item()} in iteration {self.runner.iter + 1} with {images}; first in {where}. '
-            'The weights are those before this step, and the last checkpoint is intact.'
+            f'the loss is {flag.loss.item()} in iteration {self.runner.iter + 1} with {images}. '
+            f'The first value that is not finite is in {where}. The weights are those before this '
+            'step, and the last checkpoint is intact.'
         )
 
     def before_save_checkpoint(self, runner: Runner, checkpoint: dict) -> None:
-        """A finite loss can have a gradient that is not; the weights are then ruined one step before the loss."""
+        """Checks the weights, because the gradients of a finite loss can be NaN or infinite."""
         ruined = [name for name, value in checkpoint['state_dict'].items() if not _all_finite(value)]
         if ruined:
             raise NonFiniteError(
@@ -87,11 +88,11 @@ class StopOnNonFiniteHook(Hook):
 
 
 class _Flag:
-    """Whether a loss is finite, in all processes.
+    """Flag that tells whether a loss is finite in all processes.
 
-    They stop together: a loss in one of them poisons the gradients of all, and a step run again by one alone would wait
-    for the others wherever the model averages over processes. On GPUs the processes agree on a stream of its own, so
-    that the backward part of none waits for the others.
+    All processes stop together. A NaN in one process spreads to the gradients of all processes. A process that repeats
+    a step alone would wait for the others wherever the model averages over processes. On GPUs the flag is reduced on a
+    separate stream, so that no process delays the backward pass of another.
     """
 
     def __init__(self, loss: Tensor) -> None:
@@ -100,10 +101,10 @@ class _Flag:
         if not loss.is_cuda:
             self.finite = self._agree()
             return
-        stream = torch.cuda.Stream(loss.device)  # torch takes it from a pool
+        stream = torch.cuda.Stream(loss.device)  # torch reuses streams from a pool
         stream.wait_stream(torch.cuda.current_stream(loss.device))
         with torch.cuda.stream(stream):
-            self.on_gpu = self._agree()  # kept, or its memory would be given away before it is copied
+            self.on_gpu = self._agree()  # this reference keeps the memory alive until the copy is done
             self.finite = self.on_gpu.to('cpu', non_blocking=True)
             self.event = stream.record_event()
 
@@ -120,7 +121,7 @@ class _Flag:
 
 
 def first_nonfinite_layer(runner: Runner, batch: Any) -> str:
-    """Runs the forward part of a training step, and names the first layer whose output is not finite."""
+    """Repeats the forward pass of a training step, and returns the first layer whose output is not finite."""
     model = _unwrapped(runner.model)
     for name, parameter in model.named_parameters():
         if not _all_finite(parameter):
@@ -129,10 +130,10 @@ def first_nonfinite_layer(runner: Runner, batch: Any) -> str:
 
     def look(name: str, module: nn.Module, inputs: Any, output: Any) -> None:
         if not found and not _all_finite(output):
-            arrived = '' if _all_finite(inputs) else ', whose input was not finite already'
+            arrived = '' if _all_finite(inputs) else ', whose input was not finite either'
             found.append(f'{name} ({type(module).__name__}){arrived}')
 
-    # A layer is done before the one that holds it, so the innermost comes first.
+    # Inner modules finish first, so the innermost module with a non-finite output is found.
     handles = [
         module.register_forward_hook(lambda m, i, o, name=name: look(name, m, i, o))
         for name, module in model.named_modules()
@@ -143,7 +144,7 @@ def first_nonfinite_layer(runner: Runner, batch: Any) -> str:
             data = model.data_preprocessor(batch, True)
             model(**data, mode='loss') if isinstance(data, dict) else model(*data, mode='loss')
     except Exception as error:
-        return found[0] if found else f'a step that, run again, failed with {error!r}'
+        return found[0] if found else f'a step that failed with {error!r} when it was repeated'
     finally:
         for handle in handles:
             handle.remove()
@@ -160,7 +161,7 @@ def _all_finite(values: Any) -> bool:
 
 
 def _image_names(batch: Any) -> Iterator[str]:
-    """From the data samples, wherever they are in the batch."""
+    """Yields the names of the images in a batch, from their data samples."""
     for leaf in _leaves(batch):
         if hasattr(leaf, 'metainfo'):
             names = leaf.metainfo
@@ -168,7 +169,7 @@ def _image_names(batch: Any) -> Iterator[str]:
 
 
 def _leaves(value: Any) -> Iterator[Any]:
-    """What dicts, lists and tuples within each other hold."""
+    """Yields the values in nested dicts, lists and tuples."""
     if isinstance(value, dict | list | tuple):
         for part in value.values() if isinstance(value, dict) else value:
             yield from _leaves(part)

@@ -1,4 +1,4 @@
-"""Checkpoints that are whole or absent, whenever the process is killed."""
+"""Hook that writes checkpoints completely or not at all, even if the process is killed."""
 
 import zipfile
 from collections.abc import Callable, Iterator
@@ -17,9 +17,10 @@ from mmdtn.files import PARTIAL, NoRoomError, write_whole_files
 
 @HOOKS.register_module()
 class WholeCheckpointHook(CheckpointHook):
-    """``CheckpointHook`` that never leaves half a file, and deletes an old checkpoint only after the new one is there.
+    """``CheckpointHook`` that leaves no partial files, and deletes old checkpoints only after the new one is saved.
 
-    With ``max_keep_ckpts`` or ``save_best``, mmengine deletes first; a process killed then would have nothing left.
+    With ``max_keep_ckpts`` or ``save_best``, mmengine deletes the old checkpoint first. A process killed at that moment
+    would leave no checkpoint.
     """
 
     file_backend: Any
@@ -53,23 +54,23 @@ class WholeCheckpointHook(CheckpointHook):
 
     @contextmanager
     def _naming_the_last(self) -> Iterator[None]:
-        """Where a checkpoint does not fit on the disk, the error says from which one the run can go on."""
+        """If the disk is full, adds to the error which checkpoint the run can resume from."""
         try:
             yield
         except NoRoomError as error:
             last = newest_whole_checkpoint(self.out_dir)
-            left = f'The last checkpoint, {last}, is whole.' if last else 'There is no checkpoint before it.'
-            how = 'go on with --resume' if last else 'start again'
-            raise NoRoomError(f'{error} {left} Make room, then {how}.') from None
+            left = f'The last checkpoint, {last}, is complete.' if last else 'There is no checkpoint before it.'
+            how = 'use --resume' if last else 'start again'
+            raise NoRoomError(f'{error} {left} Free some space, then {how}.') from None
 
     def _delete_old(self) -> None:
         best = [getattr(self, 'best_ckpt_path', None), *getattr(self, 'best_ckpt_path_dict', {}).values()]
-        # New files may have the names of old ones.
+        # A new file may have the name of an old one.
         self.file_backend.delete_all_but(self.last_ckpt, *best)
 
 
 class _DeletesLater:
-    """A file backend that deletes nothing before ``delete_all_but`` is called."""
+    """File backend that postpones all deletions until ``delete_all_but`` is called."""
 
     def __init__(self, backend: Any) -> None:
         self._backend = backend
@@ -92,10 +93,10 @@ class _DeletesLater:
 
 
 def newest_whole_checkpoint(work_dir: str | Path, *folders: str | Path) -> Path | None:
-    """The last saved file of a work directory, or of other folders, that a run can go on from.
+    """Returns the newest checkpoint in a work directory, or in other folders, that a run can resume from.
 
-    mmengine goes by ``last_checkpoint``, which may be half written itself, or name a file that is. What it names is
-    tried first: in a copied folder times say nothing.
+    MMEngine resumes from the checkpoint named in the file ``last_checkpoint``. This file, or the checkpoint, may be
+    incomplete. The named checkpoint is tried first, because modification times mean nothing in a copied folder.
     """
     files = [path for folder in (work_dir, *folders) for path in Path(folder).glob('*.pth')]
     files.sort(key=lambda path: path.stat().st_mtime_ns, reverse=True)
@@ -106,13 +107,13 @@ def newest_whole_checkpoint(work_dir: str | Path, *folders: str | Path) -> Path 
 
 
 def can_resume_from(path: Path) -> bool:
-    """Whether a file is a complete checkpoint of a training run: its archive is intact, and it has the optimizer."""
+    """Whether a file is a complete checkpoint that includes the state of the optimizer."""
     try:
-        # The end of the archive says where its parts are, and each part has a checksum.
+        # The directory of a zip archive is at its end, and each entry has a checksum.
         with zipfile.ZipFile(path) as archive:
             if archive.testzip() is not None:
                 return False
         content = torch.load(path, map_location='cpu', mmap=True, weights_only=False)
-    except Exception:  # whatever a broken file makes torch raise
+    except Exception:  # torch raises various exceptions for broken files
         return False
     return isinstance(content, dict) and {'meta', 'state_dict', 'optimizer'} <= content.keys()

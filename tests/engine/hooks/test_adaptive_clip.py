@@ -1,4 +1,4 @@
-"""Gradients are shortened beside their weights, whatever wraps the optimizer."""
+"""Gradients are clipped relative to the weights, with any optimizer wrapper."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from tests.engine.toy import train
 
 
 class Steps(Hook):
-    """The gradients with which the optimizer steps, and the weights before."""
+    """Hook that records the gradients of each optimizer step, and the weights before it."""
 
     def __init__(self):
         self.steps = []
@@ -23,7 +23,7 @@ class Steps(Hook):
 
 
 def ratio(weight, grad):
-    """The longest gradient beside its weights: of a row of a matrix, of a whole vector."""
+    """Returns the largest ratio of gradient norm to weight norm, over the rows of a matrix or for a whole vector."""
     rows = [t if t.dim() > 1 else t[None] for t in (weight, grad)]
     lengths, of_grad = (t.norm(dim=1) for t in rows)
     return (of_grad / lengths.clamp(min=1e-3)).max().item()

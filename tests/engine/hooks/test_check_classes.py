@@ -1,4 +1,4 @@
-"""Through tools/train.py: what would be trained or measured under a wrong name."""
+"""tools/train.py refuses runs in which labels would have wrong names."""
 
 from types import SimpleNamespace
 
@@ -38,7 +38,7 @@ def test_class_folders(tmp_path):
     config = write_classifier(tmp_path / 'classifier.py', data)
     refuse(tmp_path, config, r'head has num_classes=4, but the training data has 5 classes', 'model.head.num_classes=4')
     (data / 'val' / 'cross').rename(data / 'val' / 'zebra')
-    refuse(tmp_path, config, r"label 1 is 'cross' in the training data, but 'ring' in that of validation")
+    refuse(tmp_path, config, r"label 1 is 'cross' in the training data, but 'ring' in the validation data")
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from tests.engine import toy
 
 
 def dense_distance(layer, height, width):
-    """By the definition: P over all pairs of tokens."""
+    """Computes the distance from its definition, with P over all pairs of tokens."""
     s = layer.pool_size
     h, w = math.ceil(height / s), math.ceil(width / s)
     y, x = (c.flatten().double() for c in torch.meshgrid(torch.arange(h), torch.arange(w), indexing='ij'))
@@ -46,7 +46,7 @@ def test_lambdas_learned_and_fixed():
 
 
 class Model(BaseModel):
-    """The same grid of 6 x 10 tokens in the three forms that layers take."""
+    """Model with the same grid of 6 x 10 tokens in the three layouts that layers take."""
 
     def __init__(self):
         super().__init__()

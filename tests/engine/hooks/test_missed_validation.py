@@ -16,7 +16,7 @@ class Killed(BaseException):
 @pytest.mark.parametrize('kind', LOOPS)
 @pytest.mark.parametrize('which', [1, 2])
 def test_the_validation_that_was_killed_is_made_up_for(tmp_path, kind, which):
-    """Also the last of two, behind which there is no training."""
+    """Also tests the last validation, which no training follows."""
     begun, finished = [], []
 
     def killed():
@@ -42,7 +42,7 @@ def test_the_validation_that_was_killed_is_made_up_for(tmp_path, kind, which):
 
 @pytest.mark.parametrize('name', ['iter_9.pth', 'iter_10.pth'])
 def test_inside_an_epoch_no_validation_is_due(tmp_path, name):
-    """Not at its last batch either: the epoch is ended, and validates itself."""
+    """After the last batch of an epoch, the resumed run ends the epoch and then validates as usual."""
     loop, seen = LOOPS['epochs'], []
     train(tmp_path / 'whole', loop=loop, interval=1)
     train(

@@ -13,7 +13,7 @@ from mmdtn.engine.hooks.skip_broken_images import WithoutBrokenImages
 
 @pytest.fixture
 def build(tmp_path):
-    """A data set of four pictures, read and prepared by the given steps."""
+    """Builds a dataset of four images with the given pipeline."""
     import mmdet.datasets  # noqa: F401
 
     coco = write_coco(tmp_path / 'coco', train=4, val=1, sides=(64, 80))
@@ -35,7 +35,7 @@ def build(tmp_path):
 
 
 def test_a_wrong_pipeline_is_not_the_images_fault(tmp_path, build):
-    """Only what does not decode is skipped; any other error stays an error."""
+    """Only images that cannot be decoded are skipped. Other errors are raised."""
     dataset = build(dict(type='LoadImageFromFile'), dict(type='FilterAnnotations'))
     log = tmp_path / 'log'
     log.mkdir()
@@ -46,7 +46,7 @@ def test_a_wrong_pipeline_is_not_the_images_fault(tmp_path, build):
 
 
 def test_a_pipeline_that_is_switched_is_checked_too_and_so_is_part_of_a_data_set(tmp_path, build):
-    """mmdet's PipelineSwitchHook puts a new pipeline in place; mmengine slices for num_batch_per_epoch."""
+    """mmdet's PipelineSwitchHook replaces the pipeline, and mmengine slices the dataset for num_batch_per_epoch."""
     loader = dict(
         dataset=build(dict(type='LoadImageFromFile')),
         batch_size=1,

@@ -11,7 +11,7 @@ from tests.engine import toy
 
 
 class Logarithm(nn.Module):
-    """NaN below zero; draws from the random generators first, as dropout would."""
+    """Returns NaN below zero. Draws random numbers first, as dropout would."""
 
     def forward(self, x):
         return (x * (torch.rand(()) + 0.5)).log()
@@ -76,7 +76,7 @@ def test_the_weights_are_those_before_the_step(tmp_path, monkeypatch):
 
 
 def test_the_flag_is_made_before_the_backward_part_and_read_after_it(tmp_path, monkeypatch):
-    """So a GPU has the backward part to do while the process waits for the flag; and no step comes before."""
+    """The GPU computes the backward pass while the process waits for the flag, and no optimizer step comes before."""
     order = []
 
     def note(name, method):

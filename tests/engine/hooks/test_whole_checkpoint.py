@@ -14,7 +14,7 @@ from tests.engine.toy import train
 
 
 class Scores(Hook):
-    """A validation after each epoch, better each time."""
+    """Metric whose result improves with each validation."""
 
     priority = 'LOWEST'
 
@@ -29,7 +29,7 @@ class Scores(Hook):
 
 @pytest.fixture
 def saved(tmp_path):
-    """A work directory with the checkpoints of iterations 2 to 14."""
+    """Returns a work directory with the checkpoints of iterations 2 to 14."""
     train(tmp_path)
     return tmp_path
 
@@ -76,7 +76,7 @@ def test_a_failed_write_leaves_the_file_that_was_there(tmp_path, monkeypatch):
 
 
 def test_results_are_whole_whoever_writes_them(tmp_path):
-    """mmengine writes them in each process, with times of its own."""
+    """In mmengine, each process writes the results, with its own times."""
     script = """
 import sys, mmengine
 from mmdtn.files import write_whole_files
