@@ -357,15 +357,16 @@ def _rows(memory, H, W, L):
     row, query = _tile(tl.program_id(0) // L.blocks, w, L.rows)
     chunk = _chunk(memory, row // h, tl.arange(0, L.lanes)[None], L)
     P_x = _axis(memory, chunk.head, 1, h, w)
+    cells, of_tokens = _from(memory.cells, row * w * L.C), memory.of_tokens + row * w * (L.K + 2)
     U, V = _zeros(L.rows, L.lanes)
     for start in range(0, w, 16):
         key = start + tl.arange(0, 16)
-        uv = _load_cells(memory.cells, memory.of_tokens, row * w + key[:, None], (key < w)[:, None], chunk, L)
+        uv = _load_cells(cells, of_tokens, key[:, None], (key < w)[:, None], chunk, L)
         part = _apply(_load_P(P_x, query, key), uv, L)
         U += part.u
         V += part.v
-    at = (row * w + query[:, None]) * L.C + chunk.channel
-    _store_pair(memory.rows, at, (query < w)[:, None] & chunk.real, Pair(U, V))
+    at = query[:, None] * L.C + chunk.channel
+    _store_pair(_from(memory.rows, row * w * L.C), at, (query < w)[:, None] & chunk.real, Pair(U, V))
 
 
 @jit()
@@ -482,13 +483,15 @@ def _rows_backward(memory, g, records, H, W, L):
     row, key = _tile(tl.program_id(0) // L.blocks, w, 16)
     chunk = _chunk(memory, row // h, tl.arange(0, L.lanes)[None], L)
     P_x = _axis(memory, chunk.head, 1, h, w)
-    uv = _load_cells(memory.cells, memory.of_tokens, row * w + key[:, None], (key < w)[:, None], chunk, L)
+    cells, of_tokens = _from(memory.cells, row * w * L.C), memory.of_tokens + row * w * (L.K + 2)
+    rows, of_uv = _from(memory.rows, row * w * L.C), _from(g.of_uv, row * w * L.C)
+    uv = _load_cells(cells, of_tokens, key[:, None], (key < w)[:, None], chunk, L)
     of_u, of_v = _zeros(16, L.lanes)
     of_square, of_linear = _zeros(32, L.lanes)
     for start in range(0, w, 32):
         query = start + tl.arange(0, 32)
-        at = (row * w + query[:, None]) * L.C + chunk.channel
-        of_rows = _load_pair(memory.rows, at, (query < w)[:, None] & chunk.real)
+        at = query[:, None] * L.C + chunk.channel
+        of_rows = _load_pair(rows, at, (query < w)[:, None] & chunk.real)
         P = _load_P(P_x, query, key)
         square, linear = _of_position(P, P_x, query, key, uv, of_rows, False, L)
         of_square += square
@@ -498,14 +501,14 @@ def _rows_backward(memory, g, records, H, W, L):
         of_v += part.v
     record = records + tl.program_id(0).to(tl.int64) * L.record
     _store_record(record, 0.0, 0.0, tl.sum(of_square), tl.sum(of_linear), 0.0)
-    at, mask = (row * w + key[:, None]) * L.C + chunk.channel, (key < w)[:, None] & chunk.real
+    at, mask = key[:, None] * L.C + chunk.channel, (key < w)[:, None] & chunk.real
     if L.s.pool_size == 1 or not L.s.pool_second_moment:
         of_u += 2 * uv.u * of_v
     if L.s.pool_size == 1:
-        of_u += tl.load(g.of_uv.u + at, mask=mask, other=0.0)
-    tl.store(g.of_uv.u + at, of_u, mask=mask)
+        of_u += tl.load(of_uv.u + at, mask=mask, other=0.0)
+    tl.store(of_uv.u + at, of_u, mask=mask)
     if L.s.pool_size > 1 and L.s.pool_second_moment:
-        tl.store(g.of_uv.v + at, of_v, mask=mask)
+        tl.store(of_uv.v + at, of_v, mask=mask)
 
 
 @jit()
