@@ -79,7 +79,7 @@ def test_exports_with_open_height_and_width(s):
 
     layer = Layer()
     sizes = {1: 2 * torch.export.Dim('h', min=2, max=64), 2: 2 * torch.export.Dim('w', min=2, max=64)}
-    program = torch.export.export(layer, (torch.randn(2, 8, 6, 8),), dynamic_shapes=(sizes,))
+    program = torch.export.export(layer, (torch.randn(2, 8, 6, 8),), dynamic_shapes=(sizes,), strict=False)
     assert 'mmdtn' not in str(program.graph), 'nobody else knows the operators of this package'
     for height, width in ((4, 4), (20, 6), (6, 50)):
         x = torch.randn(2, height, width, 8)
