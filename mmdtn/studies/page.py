@@ -134,8 +134,8 @@ def _seeds(study: Study, found: Records) -> str:
     return (
         f'Over {n} seeds, the difference in {title} between {variant} and {study.baseline} has a standard deviation of '
         f'{std:.2f} points, with a 95% confidence interval of {low:.2f} to {high:.2f}. Detecting a difference of one '
-        f'point with a power of 80% takes {counts[0]} seeds per variant. For the ends of that interval it takes '
-        f'{counts[1]} to {counts[2]}.'
+        f'point with a power of 80% takes {counts[0]} seeds per variant. At the two ends of the interval, it takes '
+        f'{counts[1]} and {counts[2]} seeds.'
     )
 
 
@@ -145,7 +145,7 @@ def _facts(study: Study, found: Records) -> str:
     machines = sorted({f'{record.machine}, torch {record.torch}' for record in found.values()})
     took = sorted({f'{minutes[0]:.0f}', f'{minutes[-1]:.0f}'}, key=int) if minutes else []
     time = f'took {" to ".join(took)} minutes of one core each' if took else 'were made'
-    facts = [f'{len(found)} run{"s" * (len(found) > 1)} {time} on {"; ".join(machines)}.']
+    facts = [f'{len(found)} run{"s" * (len(found) > 1)} {time} ({"; ".join(machines)}).']
     if todo:
         facts.append(f'Runs that are not finished yet: {_runs(todo)}.')
     for title, metric in study.metrics.items():
@@ -155,7 +155,7 @@ def _facts(study: Study, found: Records) -> str:
     for name in study.evaluations:
         if runs := [key for key, record in found.items() if name in record.missing(study)]:
             lacking.setdefault(_runs(runs), []).append(name)
-    facts += [f'Runs without the evaluation {", ".join(names)}: {runs}.' for runs, names in lacking.items()]
+    facts += [f'Missing evaluations ({", ".join(names)}): {runs}.' for runs, names in lacking.items()]
     others = [(v, s) for (v, s), record in found.items() if record.fingerprint != study.fingerprint(v, s)]
     if others:
         facts.append(f'Runs with another version of the config: {_runs(others)}.')
