@@ -126,8 +126,8 @@ def _of_windows(module: WindowAttention, record: _Record, grid: tuple[int, int])
     shift = module.shift if module.shift_alone or min(height, width) > side else 0
     place = places(rows * side, columns * side).view(rows * side, columns * side, 2).roll((-shift, -shift), (0, 1))
     place = place.view(rows, side, columns, side, 2).transpose(1, 2).reshape(-1, tokens, 2)
-    # The shift moves the first rows and columns to the end of the map. They share windows with the last rows and
-    # columns there, but the attention between the two is masked.
+    # The shift moves the first rows and columns to the end of the map, into windows with the last rows and columns.
+    # Attention between tokens from different ends of the map is masked.
     wrapped = place < shift
     allowed = (wrapped[:, :, None] == wrapped[:, None]).all(-1)
     inside = (place[..., 0] < height) & (place[..., 1] < width)

@@ -53,8 +53,8 @@ class SavedBytes:
 def norm_flops(norm: nn.Module, height: int, width: int, channels: int) -> int:
     """Counts the FLOPs of a norm on one image of ``height x width`` tokens. One FLOP is one multiply-add.
 
-    Every norm counts 5 FLOPs per element, as mmengine counts LayerNorm. DTN adds the products of P, along rows and
-    columns, with the tokens and with their squares.
+    Every norm takes 5 FLOPs per element, which is mmengine's count for LayerNorm. DTN adds the matrix products of P,
+    along rows and columns, with the tokens and with their squares.
     """
     return _norm_flops(height, width, channels, norm.pool_size if isinstance(norm, DTN) else None)
 
@@ -79,7 +79,8 @@ def _dtn_flops(x: Sequence[int], *arguments: Any, **others: Any) -> int:
     return 2 * images * _norm_flops(height, width, channels, pool_size)
 
 
-# FLOP formulas of the operators that torch's counter does not know. Like torch, they count a multiply-add as two FLOPs.
+# FLOP formulas of the operators that torch's counter does not support. Like the formulas of torch, they count a
+# multiply-add as two FLOPs.
 FORMULAS: dict[Any, Callable[..., int]] = {
     torch.ops.mmdtn.dtn: _dtn_flops,
     aten.native_layer_norm: _per_element(5),

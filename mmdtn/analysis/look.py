@@ -89,7 +89,8 @@ def _image_folder(annotations: Path) -> Path:
         for folder in (parent, *sorted(f for f in parent.iterdir() if f.is_dir()))
         if (folder / image['file_name']).is_file()
     ]
-    # Splits often share file names. Prefer the folder whose name is part of the file's, such as val for instances_val.
+    # Splits often share file names. Prefer a folder whose name is part of the name of the annotation file, such as val
+    # for instances_val.json.
     for folder in sorted(folders, key=lambda f: f.name not in annotations.stem):
         if mmcv.imread(folder / image['file_name']).shape[:2] == (image['height'], image['width']):
             return folder
@@ -142,7 +143,7 @@ def _is(kind: type, step: dict) -> bool:
 
 def _look_bare(trained: TrainedModel, image: dict) -> Seen:
     if 'img_path' not in image:
-        raise UserError('The config has no test_dataloader, so the model can only read files. Give a folder of images.')
+        raise UserError('A model without a data pipeline can only be run on files. Give a folder of images.')
     picture = mmcv.imresize(mmcv.imread(image['img_path'], channel_order='rgb'), (BARE_SIDE, BARE_SIDE))
     mean, std = torch.tensor([123.675, 116.28, 103.53]), torch.tensor([58.395, 57.12, 57.375])
     x = ((torch.from_numpy(picture) - mean) / std).permute(2, 0, 1)[None]

@@ -1,4 +1,4 @@
-"""Lambda and P of trained DTN layers: how local the statistics of each head are."""
+"""Computes lambda and P of DTN layers, which tell how local the statistics of each head are."""
 
 import copy
 from typing import Any
@@ -14,7 +14,8 @@ from mmdtn.ops.reference import axis_kernel
 def lambdas(layer: DTN) -> tuple[Tensor, Tensor]:
     """Returns the lambdas of mean and variance of the ``K`` heads.
 
-    A head with lambda 1 uses the statistics of LayerNorm. A head with lambda 0 uses those of the neighbourhood.
+    A head with lambda 1 uses the statistics of LayerNorm. A head with lambda 0 uses only the statistics
+    of the neighbourhood.
     """
     given: Any = ((layer.mean_mix, layer.mean_lambda), (layer.var_mix, layer.var_lambda))
     mean, var = (torch.full((layer.num_heads,), fixed) if mix is None else mix.sigmoid() for mix, fixed in given)
@@ -47,7 +48,7 @@ def kernels(layer: DTN, height: int, width: int) -> tuple[Tensor, Tensor]:
 
 
 def position(layer: DTN) -> Tensor:
-    """Returns the ``K x 3`` coefficients of P. They are zero in a layer whose P is uniform."""
+    """Returns the ``K x 3`` coefficients of P. The coefficients are zero in a layer whose P is uniform."""
     return torch.zeros(layer.num_heads, 3) if layer.position is None else layer.position.detach().float()
 
 

@@ -45,7 +45,7 @@ class Observation:
     def shown_norms(self) -> list[str]:
         """Names the first, middle and last DTN layer in front of an attention layer.
 
-        In a model without DTN layers, the names are those of the norms in front of attention layers.
+        If the model has no DTN layer, other norms in front of attention layers are used.
         """
         names = [n for n, (_, norm, _, _) in self.norms().items() if n.endswith('norm1') and isinstance(norm, DTN)]
         names = names or [n for n in self.norms() if n.endswith('norm1')]

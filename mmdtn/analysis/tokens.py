@@ -34,9 +34,10 @@ def seen_by(norm: nn.Module, tokens: Tensor) -> Tensor:
 
 @torch.no_grad()
 def means(norm: nn.Module, tokens: Tensor) -> dict[str, Tensor]:
-    """Computes the means that LN and IN, and DTN if the norm is one, subtract from ``B x H x W x C`` tokens.
+    """Computes the means that LayerNorm, InstanceNorm and DTN subtract from ``B x H x W x C`` tokens.
 
-    Pass tokens that ``seen_by`` returned. Each mean broadcasts to the shape of the tokens.
+    The mean of DTN is included if ``norm`` is a DTN layer. Pass tokens that ``seen_by`` returned. Each mean broadcasts
+    to the shape of the tokens.
     """
     found = dict(LN=tokens.mean(-1, keepdim=True), IN=tokens.mean((1, 2), keepdim=True))
     if isinstance(norm, DTN):

@@ -1,4 +1,4 @@
-"""Base class of all backbones. It loads pretrained weights, freezes stages and fuses norms."""
+"""Base class of all backbones, which loads pretrained weights, freezes stages and fuses norms."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -51,7 +51,7 @@ class Backbone(BaseModule):
                 )
 
     def fusible_norms(self) -> list[str]:
-        """Returns the names of all norms next to a layer that can absorb them. Batch norms of timm come first."""
+        """Returns the names of all norms next to a layer that can absorb them, starting with timm's batch norms."""
         layers = [f'{name}.bn' for name, part in self.named_modules() if isinstance(part, (ConvNorm, LinearNorm))]
         return layers + [f'{name}.{norm}' for name, m in self.named_modules() for norm in neighbours(m)]
 

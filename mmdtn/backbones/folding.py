@@ -15,14 +15,14 @@ from torch.nn.utils.fusion import fuse_conv_bn_eval, fuse_linear_bn_eval
 
 
 class NotExact(ValueError):
-    """Raised if fusing a norm would change the output. The message is the reason in the report to the user."""
+    """Raised if fusing a norm would change the output. The report of the fusion shows the error message as reason."""
 
 
 class Neighbour(NamedTuple):
     """A layer that can absorb a norm.
 
     ``name`` is the layer's name within its module. ``take_in`` fuses the float64 pair ``(a, b)`` into the weights of
-    the layer. If it raises ``NotExact``, the weights are unchanged.
+    the layer. If ``take_in`` raises ``NotExact``, the weights are unchanged.
     """
 
     name: str
@@ -46,7 +46,7 @@ class FusesNorms(nn.Module):
     def fuse(self) -> 'FusesNorms':
         """Fuses all norms whose fusion does not change the output, and returns the module.
 
-        After this, the module must stay in evaluation mode.
+        The fused module must stay in evaluation mode.
         """
         if self.training:
             raise ValueError(
@@ -138,8 +138,9 @@ def _set(layer: nn.Linear | nn.Conv2d, weight: Tensor, bias: Tensor) -> None:
 def border_in_front(layer: nn.Linear | nn.Conv2d, border: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
     """Computes the padding values for a layer that has absorbed the norm in front of it.
 
-    Before the fusion, the output of the norm was padded with ``border``, or with zeros. After it, the input of the norm
-    is padded. The new values satisfy ``a new + b = border``, so that the padding has the same effect on ``layer``.
+    Before the fusion, the output of the norm was padded with ``border``, or with zeros. After the fusion, the input of
+    the former norm is padded. The new padding values satisfy ``a new + b = border``, so that ``layer`` computes the
+    same as before.
     """
     a, b = a.to(layer.weight.device), b.to(layer.weight.device)
     old = b.new_zeros(layer.weight.shape[1]) if border is None else border.double()

@@ -1,4 +1,4 @@
-"""Layers that several backbones use. They work on maps ``B x H x W x C``."""
+"""Layers that several backbones use, on maps ``B x H x W x C``."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -26,8 +26,9 @@ def drop_path_rates(last: float, depth: int) -> list[float]:
 def light_checkpoint(run: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """Computes ``run(x)`` and saves only ``x`` for backward.
 
-    Use this for a cheap function followed by a linear layer, such as the activation of an MLP, whose output is the
-    largest tensor of a block. The backward pass recomputes the activation but not the linear layer.
+    ``run`` should be cheap and end in a linear layer, such as the activation and the second linear layer of an MLP. The
+    activation, which is the largest tensor of a block, is recomputed in the backward pass instead of saved. The linear
+    layer is not recomputed.
     """
     if not x.requires_grad:
         return run(x)
@@ -181,8 +182,8 @@ class RelativePosition(nn.Module):
     The bias of each head is ``a_1 (dx^2 + dy^2) + a_2 dx + a_3 dy``. ``(dx, dy)`` is the offset from a query to a key,
     in units of ``sr_ratio`` tokens, which is the distance between neighbouring keys.
 
-    The bias takes as much memory as the scores. Three additional channels of q and k would give the same scores
-    without it, but not in half precision, in which the squared coordinates are too inaccurate.
+    The bias takes as much memory as the scores. Three additional channels of q and k could represent the same scores
+    with less memory, but squared coordinates are too inaccurate in half precision.
 
     Args:
         start: Initial values of the coefficients: True for a truncated normal distribution, or ``'local'`` (Eq. 7).

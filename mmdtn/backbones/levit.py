@@ -25,8 +25,9 @@ class LeViTDTN(Backbone):
     """LeViT (arXiv 2104.01136) on maps ``B x H x W x C``, with DTN in front of every attention and MLP.
 
     The published LeViT has a batch norm after every layer, which ``timm.utils.reparameterize_model`` fuses into the
-    layer. It has no norm where other transformers have LayerNorm. ``norm_cfg`` adds a norm there, and the batch norms
-    remain. The attention has a learned bias for each distance between tokens, so a model takes images of one size only.
+    layer. LeViT has no norm where other transformers have LayerNorm. ``norm_cfg`` adds norms in these places, and the
+    batch norms remain. The attention has a learned bias for each distance between tokens, so a model takes images of
+    one size only.
 
     Args:
         arch: ``'128s' | '128' | '192' | '256' | '384'``, or a dict of the fields of ``ARCHS``. A dict with a name under
@@ -108,7 +109,7 @@ class LeViTDTN(Backbone):
             self.make_room(fused)
 
     def init_weights(self) -> None:
-        """Loads the checkpoint of ``init_cfg``. Without one, layers keep their initial values, as published."""
+        """Loads the checkpoint of ``init_cfg``. Without ``init_cfg``, all layers keep their own initial values."""
         if self.init_cfg is not None:
             super().init_weights()
 
@@ -149,7 +150,7 @@ class Stage(nn.Module):
 
 
 class ShrinkingBlock(layers.Block):
-    """Block that halves the sides of the map and changes its width. Its attention has no residual connection."""
+    """Block that halves the sides of the map and changes its width. The attention has no residual connection."""
 
     def __init__(
         self,
@@ -173,7 +174,7 @@ class ShrinkingBlock(layers.Block):
 class _LiveBiases:
     """Mixin that looks up attention biases on every call.
 
-    timm caches them in evaluation mode. The cached biases become wrong if weights change, and they can refer to a
+    timm caches the biases in evaluation mode. Cached biases become wrong if weights change, and they can refer to a
     freed graph or to fake tensors.
     """
 
@@ -202,7 +203,10 @@ class LeViTAttention(_LiveBiases, levit.Attention):
 
 
 class ShrinkingAttention(_LiveBiases, levit.AttentionDownsample):
-    """LeViT's downsampling attention from timm, applied to a map. The queries are every second row and column."""
+    """LeViT's downsampling attention from timm, applied to a map.
+
+    The queries are the tokens of every second row and column.
+    """
 
     kv: Any
     q: Any

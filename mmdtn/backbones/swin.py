@@ -177,9 +177,9 @@ class WindowAttention(swin_transformer.WindowAttention):
     """Attention within (shifted) windows of a map of any size.
 
     The parameters are those of timm's ``WindowAttention``. Like MMDetection, and unlike timm, this layer pads the map
-    before it is shifted. It also does not build a mask of all windows for each image size. Only windows in the last row
-    or column of a shifted map contain tokens from both ends of the map. There are therefore four kinds of windows for
-    maps of any size, and one mask for each kind.
+    before it is shifted. Unlike timm, the layer does not build a mask of all windows for each image size. Only windows
+    in the last row or column of a shifted map contain tokens from both ends of the map. Maps of any size therefore have
+    only four kinds of windows, and the layer stores one mask for each kind.
 
     The map is padded with ``border`` if a norm in front has been fused, and with zeros otherwise.
     """

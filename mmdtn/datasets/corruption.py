@@ -40,8 +40,8 @@ def chosen(names: Sequence[str]) -> tuple[str, ...]:
 class Corruption:
     """Transform that corrupts an image. Put it directly after ``LoadImageFromFile``.
 
-    The corruptions are those of the package imagecorruptions. They follow ImageNet-C but do not reproduce its images,
-    so results are not comparable with published results on ImageNet-C.
+    The corruptions are those of the package imagecorruptions, which follows ImageNet-C but does not reproduce its
+    images. Results are therefore not comparable with published results on ImageNet-C.
 
     The random seed depends only on the corruption, the severity and the name of the file. An image is therefore
     corrupted in the same way in every process and order. The state of numpy's global generator is restored.

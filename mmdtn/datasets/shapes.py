@@ -222,8 +222,8 @@ def write_classification(
 ) -> Path:
     """Writes a classification data set with one object per image, to ``root/train/CLASS`` and ``root/val/CLASS``.
 
-    The classes have equally many images. MMPretrain's ``CustomDataset`` and torchvision's ``ImageFolder`` can read the
-    data set. The arguments are those of :func:`write_coco`.
+    The images are divided equally among the classes. MMPretrain's ``CustomDataset`` and torchvision's ``ImageFolder``
+    can read the data set. The arguments are those of :func:`write_coco`.
     """
     record = dict(kind='classification', train=train, val=val, seed=seed, sides=list(sides))
     return _write(root, _write_classification_split, record)

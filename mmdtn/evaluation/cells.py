@@ -1,6 +1,6 @@
 """Tests a model on clean and corrupted images with the metrics of its config.
 
-A cell is one corruption with one severity. Its results are stored in ``cells.json``.
+A cell is one corruption with one severity. The results of all cells are stored in ``cells.json``.
 """
 
 import copy
@@ -79,7 +79,7 @@ def _short(content: bytes) -> str:
 
 
 class CellTester:
-    """Tests a model on its whole test set or on a number of images, cell by cell."""
+    """Tests a model, cell by cell, on its whole test set or on a limited number of images."""
 
     def __init__(self, cfg: Config, checkpoint: str, strict: bool = False, pictures: int | None = None) -> None:
         self.cfg = copy.deepcopy(cfg)
@@ -203,9 +203,9 @@ def _evenly(total: int, wanted: int) -> list[int]:
 
 
 def _fewer_annotated_pictures(cfg: Config, pictures: int, folder: Path) -> bool:
-    """Replaces the annotation file of a COCO test set by one with fewer images, and tells whether it did.
+    """Replaces the annotation file of a COCO test set by one with fewer images. Returns False for other test sets.
 
-    The metric of COCO counts the objects of all annotated images, so images that are not tested must not be annotated.
+    COCO's metric counts the objects of all annotated images, so images that are not tested must not be annotated.
     """
     evaluators = cfg.test_evaluator if isinstance(cfg.test_evaluator, list) else [cfg.test_evaluator]
     annotated = [e for e in evaluators if 'ann_file' in e and 'CocoMetric' in str(class_of(e, METRICS))]

@@ -13,7 +13,7 @@ from mmengine.registry import METRICS
 class CrossEntropy(BaseMetric):
     """Metric ``loss/cross_entropy``, the mean cross-entropy of a classifier's scores.
 
-    Unlike a training loss, it never includes label smoothing, mixup or distillation.
+    Unlike a training loss, this metric never includes label smoothing, mixup or distillation.
 
     Example:
         val_evaluator = [dict(type='Accuracy'), dict(type='mmengine.CrossEntropy')]

@@ -45,8 +45,8 @@ class Suppression:
 class AnchorBoxes(nn.Module):
     """Computes boxes, scores and labels of one image from the outputs of an anchor head, with NMS.
 
-    MMDetection's implementation branches on the number of boxes and cannot be exported. This one has exactly
-    ``nms_pre`` candidates per level and drops those below the score threshold before NMS.
+    MMDetection's implementation branches on the number of boxes and cannot be exported. This module always has
+    ``nms_pre`` candidates per level and drops candidates below the score threshold before NMS.
 
     With ``by_level``, boxes are suppressed by boxes of the same level only, as in an RPN.
     """

@@ -1,4 +1,4 @@
-"""Modules that are exported. They map RGB images with values from 0 to 255 to scores, boxes or raw outputs."""
+"""Modules for the export, which map RGB images with values from 0 to 255 to scores, boxes or raw outputs."""
 
 from collections.abc import Iterator
 from typing import Any

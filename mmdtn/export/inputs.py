@@ -28,7 +28,7 @@ def reads_bgr(cfg: Config) -> bool:
 
 
 def turns_colours(preprocessor: Any, mean: Tensor, std: Tensor) -> bool:
-    """Tells whether a data preprocessor swaps the order of colours. It normalises with ``mean`` and ``std``."""
+    """Tells whether a data preprocessor, which normalises with ``mean`` and ``std``, swaps the order of colours."""
     ramp = torch.tensor([0, 100, 200], dtype=torch.uint8).view(3, 1, 1).expand(3, 64, 64)
     given = preprocessor(dict(inputs=[ramp], data_samples=None))['inputs'] * std + mean
     return bool(given[0, 0, 0, 0] > given[0, 2, 0, 0])

@@ -1,7 +1,7 @@
 """Runs a model that tools/deployment/export.py wrote: python predict.py model.onnx IMAGE... --out DIR
 
-This file and the model are enough. They need Python 3.10 or newer, numpy, Pillow and onnxruntime. Writes
-predictions.json and one annotated image per input to DIR. `Model(path)(image)` predicts for one Pillow image.
+Only this file and the model are needed, with Python 3.10 or newer, numpy, Pillow and onnxruntime. The command writes
+predictions.json and one annotated image per input to DIR. In Python, `Model(path)(image)` predicts for a Pillow image.
 """
 
 import argparse
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 INSTALL = 'pip install numpy pillow onnxruntime'
-ALONE = __name__ == '__main__'  # as an import, this file raises errors instead of ending the process
+ALONE = __name__ == '__main__'  # an imported module must not end the process
 if ALONE and sys.version_info < (3, 10):
     sys.exit('error: predict.py needs Python 3.10 or newer')
 try:
@@ -28,7 +28,7 @@ WidthHeight = tuple[int, int]
 
 
 class Model:
-    """An exported model. Calling it with a Pillow image returns a dict of plain numbers and names."""
+    """An exported model. Calling the model with a Pillow image returns a dict of plain numbers and names."""
 
     def __init__(self, path: str | Path) -> None:
         try:
@@ -149,8 +149,8 @@ def neighbours(new: int, old: int) -> tuple[np.ndarray, ...]:
 def pasted(grid: np.ndarray, box: list[float], height: int, width: int) -> np.ndarray:
     """Pastes the mask of a box into an image of ``height x width`` pixels.
 
-    ``grid`` has the probabilities of the mask on the grid of its box. They are interpolated bilinearly, and pixels
-    with a probability of at least 1/2 belong to the mask.
+    ``grid`` has the probabilities of the mask on the grid of its box. The probabilities are interpolated bilinearly.
+    Pixels with a probability of at least 1/2 belong to the mask.
     """
     left, top, right, bottom = box
     along = []
@@ -254,7 +254,7 @@ def run(model: Model, paths: list[Path], out: Path, threshold: float) -> None:
 
 
 def names_for(paths: list[Path], out: Path) -> list[Path]:
-    """Returns a file name for the annotated version of each image. None of them overwrites an image."""
+    """Returns a file name for the annotated version of each image, and makes sure that no image is overwritten."""
     names: list[Path] = []
     for path in paths:
         name = out / f'{path.stem}.png'

@@ -57,7 +57,8 @@ def filled(rows: Tensor, count: int) -> Tensor:
 def regions_of(maps: Sequence[Tensor], boxes: Tensor, extractor: Any) -> Tensor:
     """Extracts the features of each box from the level that fits its size, as ``N x C x h x w``.
 
-    The features are computed on all levels and then selected. MMDetection scatters them, which ONNX cannot export.
+    The features are computed on all levels and then selected. MMDetection's implementation scatters the features, which
+    cannot be exported to ONNX.
     """
     rois = torch.cat((boxes.new_zeros(len(boxes), 1), boxes), 1)
     level_of = extractor.map_roi_levels(rois, extractor.num_inputs)[:, None, None, None]

@@ -79,7 +79,7 @@ def learning_curves(groups: dict[str, list[Curves]], metrics: list[str]) -> Figu
 def attention_distance(models: dict[str, dict[str, tuple[Array, float]]]) -> Figure:
     """Draws the attention distance of each head and of uniform attention, by model and block.
 
-    The second row shows the ratio of the two.
+    The second row of axes shows the ratio of these distances.
     """
     figure, axes = panels(2, len(models), 3.9, sharey='row')
     for column, (label, blocks) in zip(axes.T, models.items(), strict=True):

@@ -10,7 +10,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-DPI = 100  # with figures 12 inches wide, 1200 px
+DPI = 100  # figures are 12 inches wide, so images are 1200 pixels wide
 
 STYLE = """
 body { font: 16px/1.5 sans-serif; max-width: 1240px; margin: 2em auto; padding: 0 1em; color: #222; }
@@ -38,7 +38,7 @@ class Report:
     def figure(
         self, name: str, title: str, reading: str, figure: Figure, header: Sequence[str], rows: Sequence[Sequence[Any]]
     ) -> None:
-        """Adds a figure. ``reading`` explains how to read it; ``rows`` are its values."""
+        """Adds a figure to the report. ``reading`` explains how to read the figure, and ``rows`` has its values."""
         image = io.BytesIO()
         figure.savefig(image, format='png', dpi=DPI)
         (self.folder / f'{name}.png').write_bytes(image.getvalue())

@@ -84,9 +84,9 @@ def draw_variation(report: Report, runs: list[Observation]) -> None:
     report.figure(
         'variation_coefficient',
         'Variation coefficient (Fig. 3b)',
-        'How much of a token remains, relative to the token, after the mean mu of each kind of norm is subtracted. The '
-        'variation coefficient is the mean of |(x - mu) / x| over all elements of the same tokens. A few elements near '
-        '0 dominate this mean, so it is drawn on a log scale next to the median.',
+        'The variation coefficient tells how much of a token remains, relative to the token, after the mean mu of each '
+        'kind of norm is subtracted. It is the mean of |(x - mu) / x| over all elements of the same tokens. A few '
+        'elements near 0 dominate this mean, so it is drawn on a log scale next to the median.',
         figures.variation(shown),
         ('model', 'norm', 'statistics', 'mean', 'median'),
         rows,

@@ -144,8 +144,8 @@ def _facts(study: Study, found: Records) -> str:
     minutes = sorted(record.core_minutes for record in found.values() if record.core_minutes)
     machines = sorted({f'{record.machine}, torch {record.torch}' for record in found.values()})
     took = sorted({f'{minutes[0]:.0f}', f'{minutes[-1]:.0f}'}, key=int) if minutes else []
-    time = f'took {" to ".join(took)} minutes of one core each' if took else 'were made'
-    facts = [f'{len(found)} run{"s" * (len(found) > 1)} {time} ({"; ".join(machines)}).']
+    time = f' took {" to ".join(took)} minutes of one core each' if took else ''
+    facts = [f'{len(found)} run{"s" * (len(found) > 1)}{time} ({"; ".join(machines)}).']
     if todo:
         facts.append(f'Runs that are not finished yet: {_runs(todo)}.')
     for title, metric in study.metrics.items():
@@ -183,7 +183,8 @@ def _curves(found: Records, metric: str) -> dict[tuple[str, int], Curve]:
 def _in_points(curve: Curve, metric: str) -> Curve:
     """Converts a curve to percentage points.
 
-    APs of COCO are shares, and so are P and mPC, which are APs. All other metrics are in percent already.
+    APs of COCO are between 0 and 1, and so are P and mPC, which are computed from APs. All other metrics are in percent
+    already.
     """
     share = metric.startswith('coco/') or metric.endswith(('mAP_P', 'mAP_mPC'))
     return {step: value * (100 if share else 1) for step, value in curve.items()}

@@ -23,7 +23,7 @@ POINTS = 40  # number of points to which long training curves are reduced
 class Record:
     """Record of a finished run.
 
-    Attributes:
+    Args:
         fingerprint: Hash of the config that was trained.
         core_minutes: CPU time of the training, which hardly depends on other load of the machine. None for a run that
             was interrupted.

@@ -178,7 +178,7 @@ class _Runner:
 
 @contextmanager
 def _stopped_with_us(runner: _Runner) -> Iterator[None]:
-    """Stops the running trainings if the study itself is stopped. They can be resumed from their checkpoints."""
+    """Stops the running trainings if the study is stopped. The trainings can be resumed from their checkpoints."""
 
     def interrupt(*_: Any) -> None:
         raise KeyboardInterrupt

@@ -23,10 +23,10 @@ class Comparison(NamedTuple):
 def compare(values: Sequence[float], baseline: Sequence[float]) -> Comparison:
     """Compares values with those of the baseline. ``values[i]`` and ``baseline[i]`` must have the same seed.
 
-    Student's interval is the one to draw conclusions from. It contains the true mean in 95 of 100 studies if
-    differences are normally distributed. The interval of the percentile bootstrap never exceeds the observed
-    differences. With three seeds it reaches from the smallest to the largest difference and contains the true mean in
-    only about 75 of 100 studies.
+    Draw conclusions from Student's interval, which contains the true mean in 95 of 100 studies if differences are
+    normally distributed. The interval of the percentile bootstrap never exceeds the observed differences. With three
+    seeds, the bootstrap interval reaches from the smallest to the largest difference and contains the true mean in only
+    about 75 of 100 studies.
     """
     differences = np.asarray(values, float) - np.asarray(baseline, float)
     n = len(differences)

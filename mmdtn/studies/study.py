@@ -1,4 +1,4 @@
-"""Reads studies: files in configs/studies that define which runs are compared."""
+"""Reads studies, which are files in configs/studies that define the runs to compare."""
 
 import hashlib
 import json
@@ -14,7 +14,8 @@ from mmengine.config import Config
 from mmdtn.errors import UserError, nearest
 
 Options = Mapping[str, Any]  # changes of a config, in the form of --cfg-options
-# The tools that an evaluation can run. For each, its option for the output folder and the file of metrics in there.
+# Tools that an evaluation can run. Each entry has the tool's option for the output folder and a pattern for the file of
+# metrics in this folder.
 TOOLS = {
     'tools/test.py': ('--work-dir', '*/[0-9]*_[0-9]*.json'),
     'tools/analysis_tools/test_robustness.py': ('--out', 'summary.json'),
@@ -103,7 +104,7 @@ class Study:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """A further measurement on a trained model.
+    """Evaluation of a trained model by a tool, in addition to the metrics that training logs.
 
     Args:
         title: Heading of the evaluation's table.
