@@ -198,7 +198,7 @@ def lambdas(models: dict[str, dict[str, tuple[Array, Array]]]) -> Figure:
         ax.set_ylim(max(-0.02, low), min(1.02, high))
         ax.set(title=label, ylabel='lambda (1: LayerNorm,\n0: neighbourhood)')
     handles = axes[0, 0].get_legend_handles_labels()
-    figure.legend(*handles, loc='outside lower center', ncols=2, title='a mark for each head')
+    figure.legend(*handles, loc='outside lower center', ncols=2, title='one mark per head')
     return figure
 
 
@@ -222,7 +222,7 @@ def neighbourhood(start: Array, after: Array, query: tuple[int, int], reach: int
         ax = axes[2 * (head // per_row) + line, head % per_row]
         ax.axis('on')
         part = maps[head, rows, columns]
-        share = '' if whole else f'\n{part.sum():.0%} of it shown'
+        share = '' if whole else f'\n{part.sum():.0%} of the weights shown'
         title = f'head {head}, {("start", "trained")[line]}\nlargest {part.max():.3f}{share}'
         picture(ax, part, title, cmap=MAP, extent=extent, vmin=0)
         ax.plot(x, y, 'x', color='white', markersize=9, markeredgewidth=3.5)
