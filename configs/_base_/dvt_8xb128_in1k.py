@@ -17,7 +17,7 @@ train_dataloader = dict(
 )
 val_evaluator = dict(_delete_=True, type='ExitAccuracy')
 test_evaluator = dict(_delete_=True, type='ExitAccuracy')
-# Training images that tools/dvt_budget.py finds thresholds on, as the authors crop them.
+# tools/dvt_budget.py finds thresholds on these training images, which are cropped as in the authors' code.
 calibration_dataloader = dict(
     batch_size=128,
     num_workers=5,
@@ -29,12 +29,14 @@ calibration_dataloader = dict(
     ),
     sampler=dict(type='DefaultSampler', shuffle=False),
 )
-# No decay of what has one dimension. The class token is decayed, as in the published runs; _base_.no_decay spares it.
+# Parameters with one dimension have no weight decay. The class token has, unlike in _base_.no_decay, as in the
+# published runs.
 optim_wrapper = dict(
     optimizer=dict(type='AdamW', lr=2e-3, weight_decay=0.03),
     paramwise_cfg=dict(bias_decay_mult=0.0, flat_decay_mult=0.0),
 )
-# By epoch. The cosine counts from the first epoch, not from the end of the warm-up; ten epochs at 1e-5 follow it.
+# The learning rate changes once per epoch. The cosine schedule starts at epoch 0, not at the end of the warm-up, and is
+# followed by ten epochs at 1e-5.
 param_scheduler = [
     dict(type='LinearLR', start_factor=1e-6 / 2e-3, by_epoch=True, end=21),
     dict(type='CosineAnnealingLR', eta_min=1e-5, by_epoch=True, end=300),
@@ -42,7 +44,7 @@ param_scheduler = [
 train_cfg = dict(**_base_.runtime.train_cfg, max_epochs=310, val_interval=1)
 val_cfg = dict()
 test_cfg = dict()
-# A moving average of the weights, of which 0.99996 is kept in each step, is what is validated and saved.
+# The moving average of the weights, with a decay of 0.99996, is validated and saved.
 custom_hooks = [dict(type='EMAHook', momentum=4e-5, priority='ABOVE_NORMAL'), *_base_.custom_hooks]
 default_hooks = dict(checkpoint=dict(max_keep_ckpts=3, save_best='accuracy/top1'))
 auto_scale_lr = dict(base_batch_size=1024)

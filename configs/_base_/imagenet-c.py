@@ -1,9 +1,10 @@
-# The test set is a cell of ImageNet-C, whose pictures are 224 px already. Beside a config of
-# a classifier of the thousand classes, whose own test set it takes the place of:
+# Tests a classifier of ImageNet on one cell of ImageNet-C, whose images already have 224 pixels. Inherit this file
+# together with a config of a classifier and replace its test set:
 #     _base_ = ['../vit/vit-s-star-dtn_8xb128_in1k.py', '../_base_/imagenet-c.py']
 #     test_dataloader = dict(_delete_=True, **_base_.imagenet_c.dataloader)
 #     test_evaluator = dict(_delete_=True, **_base_.imagenet_c.evaluator)
-# Another cell: --cfg-options test_dataloader.dataset.data_prefix=fog/3. All of them: test_robustness.py --stored.
+# To test another cell, add --cfg-options test_dataloader.dataset.data_prefix=fog/3. To test all cells, run
+# test_robustness.py --stored.
 imagenet_c = dict(
     dataloader=dict(
         batch_size=64,

@@ -1,13 +1,13 @@
-# LeViT's recipe, 8 GPUs with 256 images each, 1000 epochs: MMPretrain's, with what its authors' code has besides. Their
-# distillation is left out, for which neither has a part: one head, trained on labels.
+# LeViT's recipe for 8 GPUs with 256 images each and 1000 epochs. It extends the recipe of MMPretrain by parts of the
+# authors' code. Distillation is left out, so the model has one head, which is trained on labels.
 _base_ = ['mmpretrain::levit/levit-128s_8xb256_in1k.py', './no_decay.py', './runtime.py']
 custom_imports = _base_.runtime.custom_imports
-train_cfg = dict(_delete_=True, **_base_.runtime.train_cfg, max_epochs=1000, val_interval=1)  # without by_epoch
+train_cfg = dict(_delete_=True, **_base_.runtime.train_cfg, max_epochs=1000, val_interval=1)  # removes by_epoch
 default_hooks = _base_.runtime.default_hooks
 visualizer = _base_.runtime.visualizer
 model = dict(
     backbone=dict(_delete_=True, type='LeViTDTN', arch='128s'),
-    neck=None,  # the backbone gives the mean over its last map
+    neck=None,  # the backbone returns the mean over its last map
     head=dict(distillation=False, in_channels=384),
 )
 train_dataloader = dict(sampler=dict(type='RepeatAugSampler', shuffle=True))
@@ -16,7 +16,7 @@ optim_wrapper = dict(
 )
 custom_hooks = [
     dict(type='AdaptiveClipHook', clip_factor=0.01),
-    # 0.99996 of the average is kept in each step, of the batch norms' estimates too.
+    # The moving average, with a decay of 0.99996, includes the statistics of batch norms.
     dict(type='EMAHook', momentum=4e-5, update_buffers=True, priority='ABOVE_NORMAL'),
     *_base_.runtime.custom_hooks,
 ]

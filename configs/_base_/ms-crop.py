@@ -1,4 +1,4 @@
-# Training pipeline of MMDetection's ms-crop schedules: half of the images are cropped before they are resized.
+# Training pipeline of MMDetection's ms-crop schedules. Half of the images are cropped before they are resized.
 _resize = dict(
     type='RandomChoiceResize',
     scales=[(short, 1333) for short in range(480, 801, 32)],

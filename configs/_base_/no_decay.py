@@ -1,4 +1,4 @@
-# Norms and anything of DTN's, position embeddings and tables and the class token are not to be drawn towards zero.
+# Norms, all parameters of DTN, position embeddings, position bias tables and class tokens have no weight decay.
 no_decay = dict(
     custom_keys={
         name: dict(decay_mult=0.0)

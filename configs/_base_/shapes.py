@@ -1,4 +1,4 @@
-# Generated pictures with boxes and masks, for which no data set has to be at hand:
+# Generated images with boxes and masks, which need no download. This command makes them:
 #     python tools/dataset_converters/make_shapes.py
 _base_ = ['mmdet::_base_/datasets/coco_instance.py']
 data_root = 'data/shapes/'
@@ -21,8 +21,8 @@ test_pipeline = [
     dict(type='LoadAnnotations', with_bbox=True, with_mask=True),
     dict(type='PackDetInputs', meta_keys=('img_id', 'img_path', 'ori_shape', 'img_shape', 'scale_factor')),
 ]
-# Small batches: in few minutes, from scratch, the number of steps counts, or else success depends on the seed.
-# Pictures this small are read faster than a second process hands them over.
+# Batches are small because a short training from scratch needs many iterations. With fewer, results depend on the seed.
+# Images of this size are loaded faster than they could be transferred from a worker process.
 loader = dict(batch_size=2, num_workers=0, persistent_workers=False)
 pictures = dict(data_root=data_root, metainfo=metainfo)
 train_dataloader = dict(

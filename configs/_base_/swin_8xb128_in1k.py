@@ -3,7 +3,7 @@ model = dict(
     backbone=dict(type='SwinDTN', arch='tiny', out_type='avg_featmap'),
     head=dict(in_channels=768),
 )
-# Swin's recipe is DeiT's but for these: no repeated augmentation, clipped gradients, a longer warm-up.
+# Swin's recipe differs from DeiT's in three ways: no repeated augmentation, gradient clipping, and a longer warm-up.
 train_dataloader = dict(sampler=dict(type='DefaultSampler'))
 optim_wrapper = dict(clip_grad=dict(max_norm=5.0))
 param_scheduler = [

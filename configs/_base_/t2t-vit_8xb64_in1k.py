@@ -1,8 +1,9 @@
-# T2T-ViT's published recipe as MMPretrain has it, for 8 GPUs with 64 images each: AdamW, 10 epochs of warm-up, a cosine
-# to epoch 300, 10 epochs at a tenth, a moving average of the weights.
+# T2T-ViT's published recipe as in MMPretrain, for 8 GPUs with 64 images each. It uses AdamW and a moving
+# average of the weights. The learning rate has 10 epochs of warm-up, a cosine schedule to epoch 300, and 10 epochs at a
+# tenth of the last value.
 _base_ = ['mmpretrain::t2t_vit/t2t-vit-t-14_8xb64_in1k.py', './no_decay.py', './runtime.py']
 custom_imports = _base_.runtime.custom_imports
-train_cfg = dict(_delete_=True, **_base_.runtime.train_cfg, max_epochs=310, val_interval=1)  # without by_epoch
+train_cfg = dict(_delete_=True, **_base_.runtime.train_cfg, max_epochs=310, val_interval=1)  # removes by_epoch
 default_hooks = _base_.runtime.default_hooks
 custom_hooks = [*_base_.custom_hooks, *_base_.runtime.custom_hooks]
 visualizer = _base_.runtime.visualizer

@@ -1,7 +1,8 @@
-# A small ViT on 32 px images: the DeiT recipe at batch 128 on one GPU. Wants one of MMPretrain's CIFAR datasets beside.
+# A small ViT on images of 32 pixels, with the DeiT recipe at batch size 128 on one GPU. Inherit this file together with
+# one of MMPretrain's CIFAR data sets.
 _base_ = ['./mmpretrain_runtime.py', './no_decay.py']
 model = dict(
-    type='mmpretrain.ImageClassifier',  # whose scope is said for those who inherit through mmdtn::
+    type='mmpretrain.ImageClassifier',  # the scope is needed if a config inherits through mmdtn::
     backbone=dict(
         type='ViTDTN',
         arch=dict(width=180, depth=7, num_heads=9, mlp_ratio=4),
@@ -17,7 +18,7 @@ model = dict(
     ),
     train_cfg=dict(augments=[dict(type='Mixup', alpha=0.8), dict(type='CutMix', alpha=1.0)]),
 )
-_cifar_mean, _cifar_std = [125.307, 122.961, 113.8575], [51.5865, 50.847, 51.255]  # RGB, as MMPretrain's CIFAR images
+_cifar_mean, _cifar_std = [125.307, 122.961, 113.8575], [51.5865, 50.847, 51.255]  # RGB, as in MMPretrain's CIFAR
 train_transforms = [
     dict(type='RandomCrop', crop_size=32, padding=4),
     dict(type='RandomFlip', prob=0.5, direction='horizontal'),

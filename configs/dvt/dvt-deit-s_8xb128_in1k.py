@@ -1,4 +1,4 @@
-# The authors published no recipe for DeiT. This one is ours: DeiT's own, without distillation.
+# DVT's authors published no recipe for DeiT. This config uses the recipe of DeiT without distillation.
 _base_ = '../_base_/dvt_8xb128_in1k.py'
 model = dict(arch='deit-s')
 train_dataloader = dict(sampler=dict(type='RepeatAugSampler'))

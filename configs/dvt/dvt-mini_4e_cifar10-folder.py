@@ -1,4 +1,4 @@
-# A cascade of 4 x 4 and 8 x 8 tokens on 32 px images, which learns on a CPU in minutes: CIFAR-10 in class folders.
+# A cascade with 4 x 4 and 8 x 8 tokens for CIFAR-10 in class folders. It trains on a CPU in minutes.
 _base_ = '../vit/vit-mini_4e_cifar10-folder.py'
 model = dict(
     _delete_=True,

@@ -1,3 +1,3 @@
-# The variant with two exits of which the paper measures the speed.
+# The variant with two exits, whose speed is reported in the paper.
 _base_ = './dvt-t2t-12_8xb128_in1k.py'
 model = dict(grids=(7, 14))

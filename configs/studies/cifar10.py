@@ -15,7 +15,7 @@ variants = {
 few = ('RMSNorm', 'BN', 'DyT')
 evaluations = {
     'corrupted': dict(
-        title='On 200 test pictures, clean and under 15 corruptions in severities 1 to 5, errors in percent',
+        title='Errors in percent on 200 test images, clean and with 15 corruptions of severities 1 to 5',
         tool='tools/analysis_tools/test_robustness.py',
         arguments=('--pictures', '200'),
         metrics={

@@ -1,4 +1,5 @@
-# The demo's Mask R-CNN with LayerNorm, trained as in the study demo.py, from the weights of pvt_cifar10-folder.py.
+# The Mask R-CNN of the demo with LayerNorm. It starts from the weights of pvt_cifar10-folder.py and trains as in the
+# study demo.py.
 _base_ = '../demo/mask-rcnn_pvt-dtn_shapes.py'
 _checkpoint = 'work_dirs/pvt_cifar10-folder/iter_3910.pth'
 model = dict(

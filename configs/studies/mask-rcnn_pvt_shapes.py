@@ -1,5 +1,5 @@
-# The demo's model, data, learning rate and warm-up, with LayerNorm, in one process at batch 2. It has 600 iterations,
-# one epoch where the demo has seven, so that a run takes two minutes of one free core.
+# The model of the demo with LayerNorm, trained in one process with batch size 2. Data, learning rate and warm-up are
+# those of the demo. The training has one epoch (600 iterations) instead of seven and takes two minutes of one core.
 _base_ = '../demo/mask-rcnn_pvt-dtn_shapes.py'
 model = dict(backbone=dict(norm_cfg=dict(type='LN')))
 max_iters = 600

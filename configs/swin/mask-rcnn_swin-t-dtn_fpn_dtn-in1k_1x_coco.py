@@ -1,4 +1,4 @@
-# DTN in the ImageNet training, too. Train swin/swin-t-dtn_8xb128_in1k.py first.
+# Uses DTN in the ImageNet training as well. First train swin/swin-t-dtn_8xb128_in1k.py.
 _base_ = '../_base_/mask-rcnn_swin_1x_coco.py'
 model = dict(
     backbone=dict(

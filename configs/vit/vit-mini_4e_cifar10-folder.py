@@ -1,4 +1,5 @@
-# The learning check of README.md: four epochs of images in folders, without the augmentation that long runs repay.
+# The learning check of README.md: four epochs on images in class folders. Strong augmentation is off, because it helps
+# only in long trainings.
 _base_ = './vit-mini_b128_cifar10.py'
 model = dict(backbone=dict(drop_path_rate=0.0), train_cfg=dict(_delete_=True))
 data_preprocessor = dict(to_rgb=True)

@@ -1,7 +1,7 @@
 _base_ = ['../_base_/vit-mini_cifar.py', 'mmpretrain::_base_/datasets/cifar100_bs16.py']
 model = dict(
     backbone=dict(norm_cfg=dict(type='LN'), cls_from=5), head=dict(num_classes=100)
-)  # all but the normaliser as with DTN
+)  # only the normaliser differs from the DTN config
 train_dataloader = dict(batch_size=128, dataset=dict(pipeline=_base_.train_transforms))
 val_dataloader = dict(batch_size=256)
 test_dataloader = dict(batch_size=256)

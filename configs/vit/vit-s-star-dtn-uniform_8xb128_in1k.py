@@ -1,3 +1,3 @@
-# Table 10a: DTN without relative position, so that P is the mean over all tokens.
+# Table 10a of the paper: DTN without relative position. P averages over all tokens.
 _base_ = './vit-s-star-dtn_8xb128_in1k.py'
 model = dict(backbone=dict(norm_cfg=dict(position='uniform')))

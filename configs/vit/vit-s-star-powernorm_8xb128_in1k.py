@@ -1,3 +1,3 @@
-# Table 3 of the paper: another normaliser in DTN's place.
+# Table 3 of the paper: another normaliser in place of DTN.
 _base_ = './vit-s-star_8xb128_in1k.py'
 model = dict(backbone=dict(norm_cfg=dict(type='PowerNorm', warmup_iters=3000), cls_from=10))

@@ -1,4 +1,4 @@
-"""What the blocks attend to, and how far away that is."""
+"""Attention weights and mean attention distances of the blocks of a backbone."""
 
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -13,33 +13,34 @@ from mmdtn.backbones.swin import WindowAttention
 
 from .capture import BlockTokens
 
-QUERIES = 512  # whose attention is held at a time
+QUERIES = 512  # number of queries whose attention weights are in memory at a time
 
 
 class AttentionWeights(NamedTuple):
-    """Attention of one image in ``G`` groups (windows; 1 for all else), ``K`` heads, from ``n`` queries to ``m`` keys.
+    """Attention weights of one image, for ``G`` groups, ``K`` heads, ``n`` queries and ``m`` keys.
 
-    Positions are ``(y, x)`` in tokens. What is not of the image itself, padding, is a key as any other, because the
-    model attends to it, but no query.
+    Groups are the windows of window attention; other attention has one group. Positions are ``(y, x)`` in tokens.
+    Padding tokens count as keys, because the model attends to them, but not as queries.
     """
 
     weights: Tensor  # G x K x n x m
     queries: Tensor  # G x n x 2
     keys: Tensor  # G x m x 2
-    allowed: Tensor  # G x n x m; False where the model never looks
+    allowed: Tensor  # G x n x m; False where attention is masked
     inside: Tensor  # G x n; False for padding
 
 
 class AttentionDistance(NamedTuple):
     by_head: Tensor  # K
-    uniform: float  # of attention that is the same to all keys that a query has
+    uniform: float  # the distance if every query attended to all of its keys equally
 
 
 @torch.no_grad()
 def attention_distance(seen: BlockTokens, image: int = 0) -> AttentionDistance:
-    """The mean over all tokens i of ``sum_j A[i, j] * dist(i, j)``, in tokens, of one image of the batch.
+    """Computes the mean attention distance of each head for one image of the batch.
 
-    The class token has no place: neither it nor what others attend to it counts, and the rest is scaled to sum to 1.
+    The distance is the mean over all tokens i of ``sum_j A[i, j] * dist(i, j)``, in tokens. A class token has no
+    position, so it is left out as a query and as a key, and the remaining weights are scaled to sum to 1.
     """
     total: Any = 0.0
     uniform, queries = 0.0, 0
@@ -54,7 +55,7 @@ def attention_distance(seen: BlockTokens, image: int = 0) -> AttentionDistance:
 
 
 def attention(seen: BlockTokens, image: int = 0) -> Iterator[AttentionWeights]:
-    """Attention of a block, in chunks of queries: every query once."""
+    """Yields the attention weights of a block in chunks of queries."""
     module: nn.Module = seen.block.attn
     x = seen.after['norm1'][image : image + 1]
     with torch.no_grad(), _Record() as record:
@@ -64,13 +65,16 @@ def attention(seen: BlockTokens, image: int = 0) -> Iterator[AttentionWeights]:
     elif isinstance(module, (layers.Attention, levit.LeViTAttention, levit.ShrinkingAttention)):
         yield from _of_whole_map(module, record, seen)
     else:
-        raise TypeError(f'{seen.name}: the places of the keys of {type(module).__name__} are not known here.')
+        raise TypeError(
+            f'{seen.name}: attention distances of {type(module).__name__} are not supported. Use the attention layers '
+            'of mmdtn.backbones.'
+        )
 
 
 class _Record(TorchFunctionMode):
-    """Notes queries and keys, or the weights where the softmax is explicit, of a module as it runs.
+    """Records queries and keys of an attention module while it runs, or the weights if it calls softmax itself.
 
-    So there is no second copy of the modules' projections to keep in step with the first.
+    Recording them avoids a second implementation of each module's projections.
     """
 
     query: Tensor
@@ -89,7 +93,7 @@ class _Record(TorchFunctionMode):
         return result
 
     def rows(self, start: int, stop: int | None) -> Tensor:
-        """Weights of some queries."""
+        """Returns the attention weights of queries ``start`` to ``stop``."""
         if self.weights is not None:
             return self.weights[..., start:stop, :]
         scores = self.query[..., start:stop, :] @ self.key.mT * self.query.shape[-1] ** -0.5
@@ -105,7 +109,7 @@ def _of_whole_map(module: nn.Module, record: _Record, seen: BlockTokens) -> Iter
     elif isinstance(module, levit.ShrinkingAttention):
         queries = places(*module.shrunk) * module.stride
     elif isinstance(module, layers.Attention) and (side := module.sr_ratio) > 1:
-        # A key stands for a square of tokens, at its centre.
+        # Each key represents a square of tokens; its position is the centre of this square.
         keys = places(max(height // side, 1), max(width // side, 1)) * side + (side - 1) / 2
     for start in range(0, len(queries), QUERIES):
         some = queries[None, start : start + QUERIES]
@@ -122,7 +126,9 @@ def _of_windows(module: WindowAttention, record: _Record, grid: tuple[int, int])
     shift = module.shift if module.shift_alone or min(height, width) > side else 0
     place = places(rows * side, columns * side).view(rows * side, columns * side, 2).roll((-shift, -shift), (0, 1))
     place = place.view(rows, side, columns, side, 2).transpose(1, 2).reshape(-1, tokens, 2)
-    wrapped = place < shift  # from the start of the map to its end: not together with what was there before
+    # The shift moves the first rows and columns to the end of the map, into windows with the last rows and columns.
+    # Attention between tokens from different ends of the map is masked.
+    wrapped = place < shift
     allowed = (wrapped[:, :, None] == wrapped[:, None]).all(-1)
     inside = (place[..., 0] < height) & (place[..., 1] < width)
     weights = record.rows(0, None).reshape(len(place), module.num_heads, tokens, tokens)
@@ -130,6 +136,6 @@ def _of_windows(module: WindowAttention, record: _Record, grid: tuple[int, int])
 
 
 def places(height: int, width: int) -> Tensor:
-    """``(y, x)`` of the tokens of a grid, row by row: ``T x 2``."""
+    """Returns the positions ``(y, x)`` of the tokens of a grid, row by row, as a ``T x 2`` tensor."""
     y, x = torch.meshgrid(torch.arange(float(height)), torch.arange(float(width)), indexing='ij')
     return torch.stack((y.flatten(), x.flatten()), -1)

@@ -1,4 +1,4 @@
-"""The tokens of every block of a backbone, watched while the model runs."""
+"""Records the tokens of every block of a backbone during a forward pass."""
 
 import math
 from contextlib import AbstractContextManager
@@ -13,13 +13,16 @@ from mmdtn.backbones.layers import Block
 
 @dataclass
 class BlockTokens:
-    """What went through one block: ``B x H x W x C``, or ``B x 1 x (1 + H * W) x C`` with a class token in front."""
+    """Tokens of one block in a forward pass.
+
+    The tokens are ``B x H x W x C``, or ``B x 1 x (1 + H * W) x C`` if a class token precedes them.
+    """
 
     name: str
     block: Block
-    grid: tuple[int, int] = (0, 0)  # of what comes in
-    before: dict[str, Tensor] = field(default_factory=dict)  # by norm, norm1 and norm2
-    after: dict[str, Tensor] = field(default_factory=dict)
+    grid: tuple[int, int] = (0, 0)  # height and width of the block's input, in tokens
+    before: dict[str, Tensor] = field(default_factory=dict)  # input of each norm, keys norm1 and norm2
+    after: dict[str, Tensor] = field(default_factory=dict)  # output of each norm
     output: Tensor | None = None
 
     @property
@@ -27,14 +30,15 @@ class BlockTokens:
         return self.before['norm1'].shape[1:3] != self.grid
 
     def on_grid(self, tokens: Tensor) -> Tensor:
-        """``B x H x W x C``, without the class token, which has no place there."""
+        """Returns the tokens as ``B x H x W x C``, without the class token."""
         return tokens[:, 0, 1:].unflatten(1, self.grid) if self.has_class_token else tokens
 
 
 class Capture(AbstractContextManager):
-    """Watches the blocks of every backbone of this project within a model; changes nothing in it.
+    """Context manager that records the tokens of the blocks of this project's backbones in a model.
 
-    ``blocks`` are in the order of the model, those of the last forward pass.
+    ``blocks`` holds the tokens of the last forward pass, in the order of the model's blocks. The model itself is not
+    changed.
 
     Example:
         >>> model = PVTDTN('tiny')
@@ -49,8 +53,9 @@ class Capture(AbstractContextManager):
         self._blocks = {n: BlockTokens(n, m) for n, m in model.named_modules() if isinstance(m, Block)}
         if not self._blocks:
             raise ValueError(
-                f'{type(model).__name__} has no block of PVTDTN, SwinDTN, ViTDTN, T2TViTDTN or LeViTDTN. Only these '
-                "can be looked into; with norm_cfg=dict(type='LN') they are the published models, LeViTDTN with None."
+                f'{type(model).__name__} has no block of PVTDTN, SwinDTN, ViTDTN, T2TViTDTN or LeViTDTN, and only '
+                "these can be analysed. With norm_cfg=dict(type='LN') they are the published models; LeViTDTN needs "
+                'norm_cfg=None.'
             )
 
     def __enter__(self) -> 'Capture':
@@ -81,12 +86,12 @@ class Capture(AbstractContextManager):
 
     def _note_norm(self, tokens: BlockTokens, name: str, module: nn.Module, inputs: Any, output: Tensor) -> None:
         x, *where = inputs
-        if where:  # DTN's, beside a class token: it takes the row flat
+        if where:  # a DTN layer in a model with a class token: its tokens are B x T x C
             x, output = x[:, None], output[:, None]
         tokens.before[name], tokens.after[name] = x.detach(), output.detach()
-        if name == 'norm1':  # LeViT's blocks that shrink the map have another grid at norm2
+        if name == 'norm1':  # blocks of LeViT that shrink the map have a smaller grid at norm2
             height, width = x.shape[1:3]
-            # As one row, with one token more than the grid of the last patch embedding: the class token has joined.
+            # One row with one token more than the grid of the last patch embedding contains a class token.
             tokens.grid = self._grid if (height, width) == (1, 1 + math.prod(self._grid)) else (height, width)
 
     def _note_output(self, tokens: BlockTokens, module: nn.Module, inputs: Any, output: Tensor) -> None:

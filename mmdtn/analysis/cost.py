@@ -1,4 +1,4 @@
-"""What a model costs."""
+"""Counts the FLOPs of a model and the bytes that autograd saves for backward."""
 
 import itertools
 from collections.abc import Callable, Sequence
@@ -15,7 +15,9 @@ from mmdtn.ops import Settings
 
 
 class SavedBytes:
-    """Counts what autograd keeps between forward and backward: each storage once, parameters left out.
+    """Counts the bytes of the tensors that autograd saves for backward.
+
+    Each storage counts once. Parameters do not count.
 
     Example:
         >>> layer, x = nn.LayerNorm(8), torch.randn(4, 8, requires_grad=True)
@@ -49,10 +51,10 @@ class SavedBytes:
 
 
 def norm_flops(norm: nn.Module, height: int, width: int, channels: int) -> int:
-    """FLOPs of a norm on one image of ``height x width`` tokens; a FLOP is a multiply-add.
+    """Counts the FLOPs of a norm on one image of ``height x width`` tokens. One FLOP is one multiply-add.
 
-    5 for each element, as mmengine has it for LayerNorm, and for DTN the products of P along rows and columns, with
-    the tokens and with their squares.
+    Every norm takes 5 FLOPs per element, which is mmengine's count for LayerNorm. DTN adds the matrix products of P,
+    along rows and columns, with the tokens and with their squares.
     """
     return _norm_flops(height, width, channels, norm.pool_size if isinstance(norm, DTN) else None)
 
@@ -66,7 +68,7 @@ def _norm_flops(height: int, width: int, channels: int, pool_size: int | None) -
 
 
 def _per_element(number: int) -> Callable[..., int]:
-    """The formula of an operator whose first or only output has as many elements as it computes."""
+    """Returns the FLOP formula of an operator that spends ``number`` multiply-adds on each element of its output."""
     return lambda *_, out_shape, **__: 2 * number * prod(out_shape if isinstance(out_shape[0], int) else out_shape[0])
 
 
@@ -77,14 +79,15 @@ def _dtn_flops(x: Sequence[int], *arguments: Any, **others: Any) -> int:
     return 2 * images * _norm_flops(height, width, channels, pool_size)
 
 
-# In torch's unit, which counts a multiply-add as two; torch knows the formulas of products and convolutions.
+# FLOP formulas of the operators that torch's counter does not support. Like the formulas of torch, they count a
+# multiply-add as two FLOPs.
 FORMULAS: dict[Any, Callable[..., int]] = {
     torch.ops.mmdtn.dtn: _dtn_flops,
     aten.native_layer_norm: _per_element(5),
     aten.native_group_norm: _per_element(5),
-    aten.addcmul: _per_element(1),  # an affine map, as UN and FeatureNorm are in evaluation
+    aten.addcmul: _per_element(1),  # UN and FeatureNorm are affine maps in evaluation mode
     aten._adaptive_avg_pool2d: lambda shape, *_, **__: 2 * prod(shape),
-    # torch's counter takes batch norms and F.interpolate apart; these are the parts that compute, and look cells up.
+    # torch's counter decomposes batch norms and F.interpolate into these two operators and cheaper ones.
     aten._native_batch_norm_legit_no_training: _per_element(2),
     aten._unsafe_index: _per_element(1),
     aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, v, *_, **__: sdpa_flop_count(q, k, v),
@@ -93,9 +96,9 @@ FORMULAS: dict[Any, Callable[..., int]] = {
 
 @torch.no_grad()
 def flops_by_module(model: nn.Module, image: Tensor, *more: Any) -> dict[str, int]:
-    """FLOPs of ``model(image, *more)``, the whole under ``''`` and each part under its name.
+    """Counts the FLOPs of ``model(image, *more)`` by module name. The key of the whole model is ``''``.
 
-    A FLOP is a multiply-add.
+    One FLOP is one multiply-add.
     """
     with FlopCounterMode(display=False, custom_mapping=FORMULAS) as counter:
         model(image, *more)
@@ -104,7 +107,10 @@ def flops_by_module(model: nn.Module, image: Tensor, *more: Any) -> dict[str, in
 
 
 def exit_flops(model: nn.Module, image: Tensor) -> list[int]:
-    """For each exit of a :class:`mmdtn.dvt.DVT`, what an image costs that leaves there: it and all exits before."""
+    """Returns, for each exit of a :class:`mmdtn.dvt.DVT`, the FLOPs of an image that exits there.
+
+    The FLOPs of an exit include those of all earlier exits.
+    """
     flops = flops_by_module(model, image)
     exits = len(list(model.get_submodule('exits').children()))
     return list(itertools.accumulate(flops[f'exits.{i}'] for i in range(exits)))

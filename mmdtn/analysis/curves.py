@@ -1,4 +1,4 @@
-"""Learning curves: what a run's log says of each metric, and the mean over runs."""
+"""Reads learning curves from the logs of runs and averages them over runs."""
 
 import json
 import statistics
@@ -12,10 +12,13 @@ Curves = dict[str, Curve]  # by metric
 
 
 def read_run(source: Path) -> Curves:
-    """Curves of one run; a work directory may hold several parts, of a run that was resumed."""
+    """Reads the curves of one run from its work directory or from one log file.
+
+    The work directory of a resumed run holds several logs. All of them are read.
+    """
     files = sorted(source.glob('*/vis_data/scalars.json')) if source.is_dir() else [source]
     if not files:
-        raise UserError(f'{source} holds no */vis_data/scalars.json: give the work directory of a run.')
+        raise UserError(f'{source} has no */vis_data/scalars.json. Give the work directory of a run.')
     run: Curves = defaultdict(dict)
     for file in files:
         lines = file.read_text().splitlines()
@@ -24,9 +27,11 @@ def read_run(source: Path) -> Curves:
                 entry = json.loads(line)
             except json.JSONDecodeError:
                 if 1 < number == len(lines):
-                    break  # cut off when the run was killed
-                raise UserError(f'{file}, line {number} is no JSON: it is not a log of MMEngine.') from None
-            # Training counts iterations. Evaluation counts what the training loop does, epochs or iterations.
+                    break  # the last line is incomplete if the run was killed
+                raise UserError(
+                    f'{file}, line {number} is not valid JSON. Give a scalars.json that MMEngine wrote.'
+                ) from None
+            # The steps of training are iterations. The steps of evaluations are epochs in an epoch-based loop.
             step = entry.get('step', entry.get('iter'))
             for key, value in entry.items():
                 if step is not None and isinstance(value, int | float):
@@ -39,14 +44,17 @@ def read_run(source: Path) -> Curves:
 
 
 def mean_and_spread(curves: list[Curve]) -> dict[int, tuple[float, float]]:
-    """Mean and standard deviation over the runs, at the steps that all of them have."""
+    """Computes mean and standard deviation over runs at the steps that all runs have."""
     steps = set.intersection(*(set(curve) for curve in curves))
     values = {step: [curve[step] for curve in curves] for step in sorted(steps)}
     return {s: (statistics.fmean(v), statistics.stdev(v) if len(v) > 1 else 0.0) for s, v in values.items()}
 
 
 def unit(metric: str, runs: list[Curves]) -> str:
-    """Of the steps of a metric: evaluations of epochs are counted by epoch, so their steps are few."""
+    """Returns the unit of a metric's steps, ``'epoch'`` or ``'iteration'``.
+
+    The steps of a metric are epochs if none of them is larger than the number of epochs.
+    """
     steps = max((max(run[metric], default=0) for run in runs), default=0)
     epochs = max((max(run['epoch'].values(), default=0) for run in runs if 'epoch' in run), default=0)
     return 'epoch' if metric != 'loss' and steps <= epochs else 'iteration'

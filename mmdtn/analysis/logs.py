@@ -1,4 +1,4 @@
-"""Numbers from files that other commands have written."""
+"""Reads the values that hooks wrote to the log of a run."""
 
 import json
 import re
@@ -12,14 +12,17 @@ from mmdtn.errors import UserError
 
 
 def read_lambdas(path: str) -> dict[str, dict[str, dict[int, Any]]]:
-    """What DTNMonitorHook wrote: by kind, layer and iteration, the lambda of each head."""
+    """Reads the lambdas that ``DTNMonitorHook`` logged.
+
+    The result maps kind (``lambda_mean`` or ``lambda_var``), layer and iteration to the lambdas of all heads.
+    """
     pattern = re.compile(r'dtn/(.+)/(lambda_mean|lambda_var)/(\d+)')
     found: dict[str, Any] = {kind: defaultdict(lambda: defaultdict(dict)) for kind in ('lambda_mean', 'lambda_var')}
     for number, line in enumerate(Path(path).read_text().splitlines(), 1):
         try:
             entry = json.loads(line)
         except json.JSONDecodeError:
-            raise UserError(f'{path}, line {number} is no JSON: give the scalars.json of a run.') from None
+            raise UserError(f'{path}, line {number} is not valid JSON. Give the scalars.json of a run.') from None
         for key, value in entry.items():
             if match := pattern.fullmatch(key):
                 layer, kind, head = match.groups()

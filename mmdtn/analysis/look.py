@@ -1,4 +1,4 @@
-"""The images that an analysis shows a trained model, and what the model made of them."""
+"""Chooses images for an analysis, runs a trained model on them and records tokens and predictions."""
 
 import math
 from collections.abc import Iterator
@@ -23,20 +23,20 @@ from .capture import BlockTokens, Capture
 
 SPLITS = ('train', 'val', 'test')
 SUFFIXES = ('.jpg', '.jpeg', '.png', '.bmp', '.webp', '.tif', '.tiff')
-BARE_SIDE = 224  # what a backbone without a data pipeline gets to see
+BARE_SIDE = 224  # side of the images for a backbone without a data pipeline
 
 
 @dataclass
 class Seen:
-    """One image, as the model saw it and what it made of it."""
+    """One image with the tokens of all blocks and the model's predictions."""
 
     name: str
-    picture: np.ndarray  # RGB, what predictions are drawn on
+    picture: np.ndarray  # RGB image on which predictions are drawn
     blocks: list[BlockTokens]
-    sample: Any  # with predictions, and annotations if there are any; None for a bare backbone
+    sample: Any  # data sample with predictions and any annotations; None for a bare backbone
 
     def without_padding(self, values: np.ndarray) -> np.ndarray:
-        """The part of a map of the model's input, ``height x width``, that shows the image."""
+        """Crops a ``height x width`` map of the model's padded input to the part that shows the image."""
         if self.sample is None or 'img_shape' not in self.sample or 'batch_input_shape' not in self.sample:
             return values
         sizes = zip(values.shape, self.sample.img_shape, self.sample.batch_input_shape, strict=False)
@@ -45,25 +45,27 @@ class Seen:
 
 
 def choose_images(trained: TrainedModel, where: str, number: int) -> list[dict]:
-    """What a data pipeline starts from, for up to ``number`` images that are spread evenly over all there are.
+    """Chooses up to ``number`` images, evenly spaced over the data set, and returns the inputs of a data pipeline.
 
-    ``where`` is a folder, a COCO annotation file, or the split of the config that is called so.
+    ``where`` is a folder, a COCO annotation file, or the name of a split of the config.
     """
     path = Path(where)
     if path.is_dir():
         files = sorted(f for f in path.rglob('*') if f.suffix.lower() in SUFFIXES)
         if not files:
-            raise UserError(f'{path} holds no image: none ends in {", ".join(SUFFIXES)}.')
+            raise UserError(f'{path} has no images. Give a folder of files that end in {", ".join(SUFFIXES)}.')
         return [dict(img_path=str(f), img_id=i, sample_idx=i) for i, f in enumerate(_spread(files, number))]
     if where not in SPLITS and not path.is_file():
-        raise UserError(f'--images {where}: give a folder, a COCO annotation file, or one of {", ".join(SPLITS)}.')
+        raise UserError(
+            f'--images {where} does not exist. Give a folder, a COCO annotation file, or one of {", ".join(SPLITS)}.'
+        )
     loader = trained.cfg.get(f'{where if where in SPLITS else "test"}_dataloader')
     if not loader:
-        raise UserError(f'{trained.config} has no data for --images {where}: give a folder of images.')
+        raise UserError(f'{trained.config} has no data for --images {where}. Give a folder of images.')
     settings = loader.dataset
     while 'dataset' in settings:
         settings = settings.dataset
-    settings = dict(settings, pipeline=[], test_mode=True)  # which also keeps images without objects
+    settings = dict(settings, pipeline=[], test_mode=True)  # test_mode also keeps images without objects
     if path.is_file():
         settings |= dict(ann_file=str(path), data_root='', data_prefix=dict(img=str(_image_folder(path))))
     enter_scope(trained.cfg)
@@ -73,10 +75,13 @@ def choose_images(trained: TrainedModel, where: str, number: int) -> list[dict]:
 
 
 def _image_folder(annotations: Path) -> Path:
-    """Where the images of a COCO annotation file are: beside it or one level up, or in a folder there."""
+    """Finds the folder with the images of a COCO annotation file.
+
+    Searches the folder of the file, its parent folder, and the folders directly inside these two.
+    """
     content = mmengine.load(annotations, file_format='json')
     if not isinstance(content, dict) or not content.get('images'):
-        raise UserError(f'{annotations} is no COCO annotation file: it has no list "images".')
+        raise UserError(f'{annotations} is not a COCO annotation file, because it has no list "images".')
     image = content['images'][0]
     folders = [
         folder
@@ -84,13 +89,14 @@ def _image_folder(annotations: Path) -> Path:
         for folder in (parent, *sorted(f for f in parent.iterdir() if f.is_dir()))
         if (folder / image['file_name']).is_file()
     ]
-    # Splits often share file names: the folder of the right one bears the name of the file, val of instances_val.
+    # Splits often share file names. Prefer a folder whose name is part of the name of the annotation file, such as val
+    # for instances_val.json.
     for folder in sorted(folders, key=lambda f: f.name not in annotations.stem):
         if mmcv.imread(folder / image['file_name']).shape[:2] == (image['height'], image['width']):
             return folder
     raise UserError(
-        f'{annotations} names {image["file_name"]}, {image["width"]} x {image["height"]} pixels, which is not in '
-        f'{annotations.parent.parent} or a folder within.'
+        f'{annotations} lists {image["file_name"]} with {image["width"]} x {image["height"]} pixels, but there is no '
+        f'such image in {annotations.parent.parent} or its folders. Move the annotations next to the images.'
     )
 
 
@@ -100,7 +106,7 @@ def _spread(all_of: Any, number: int) -> list:
 
 
 def look(trained: TrainedModel, images: list[dict]) -> Iterator[Seen]:
-    """Shows the model one image after the other."""
+    """Runs the model on the images one by one and yields the results."""
     enter_scope(trained.cfg)
     run = _look_with_pipeline if trained.cfg.get('test_dataloader') else _look_bare
     if isinstance(trained.model, Backbone):
@@ -137,7 +143,7 @@ def _is(kind: type, step: dict) -> bool:
 
 def _look_bare(trained: TrainedModel, image: dict) -> Seen:
     if 'img_path' not in image:
-        raise UserError('A model without a test_dataloader is shown files: give a folder of images.')
+        raise UserError('A model without a data pipeline can only be run on files. Give a folder of images.')
     picture = mmcv.imresize(mmcv.imread(image['img_path'], channel_order='rgb'), (BARE_SIDE, BARE_SIDE))
     mean, std = torch.tensor([123.675, 116.28, 103.53]), torch.tensor([58.395, 57.12, 57.375])
     x = ((torch.from_numpy(picture) - mean) / std).permute(2, 0, 1)[None]

@@ -1,4 +1,4 @@
-"""How far the heads of a DTN layer look, and how much they take from there."""
+"""Computes lambda and P of DTN layers, which tell how local the statistics of each head are."""
 
 import copy
 from typing import Any
@@ -12,7 +12,11 @@ from mmdtn.ops.reference import axis_kernel
 
 @torch.no_grad()
 def lambdas(layer: DTN) -> tuple[Tensor, Tensor]:
-    """Lambda of mean and variance, ``K`` each: 1 is LayerNorm, 0 the neighbourhood alone."""
+    """Returns the lambdas of mean and variance of the ``K`` heads.
+
+    A head with lambda 1 uses the statistics of LayerNorm. A head with lambda 0 uses only the statistics
+    of the neighbourhood.
+    """
     given: Any = ((layer.mean_mix, layer.mean_lambda), (layer.var_mix, layer.var_lambda))
     mean, var = (torch.full((layer.num_heads,), fixed) if mix is None else mix.sigmoid() for mix, fixed in given)
     return mean, var
@@ -20,10 +24,11 @@ def lambdas(layer: DTN) -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def mean_distance(layer: DTN, height: int, width: int) -> Tensor:
-    """Mean attention distance of P on a grid of ``height x width`` tokens, in tokens, by head: ``K``.
+    """Computes the mean attention distance of P for each of the ``K`` heads on a grid of ``height x width`` tokens.
 
-    The mean over all tokens i of the sum over j of P[i, j] times the distance from i to j. Exact without a tensor of
-    all pairs: horizontal and vertical shift are independent under P, so their distributions are all it takes.
+    The distance is the mean over all tokens i of the sum over j of ``P[i, j]`` times the distance from i to j, in
+    tokens. Horizontal and vertical offsets are independent under P. The result is therefore exact, although only the
+    two distributions of offsets are computed instead of all pairs of tokens.
     """
     rows, columns = (_by_distance(kernel) for kernel in kernels(layer, height, width))
     h, w = columns.shape[1], rows.shape[1]
@@ -33,9 +38,9 @@ def mean_distance(layer: DTN, height: int, width: int) -> Tensor:
 
 @torch.no_grad()
 def kernels(layer: DTN, height: int, width: int) -> tuple[Tensor, Tensor]:
-    """P on a grid of ``height x width`` tokens, along its rows, ``K x w x w``, and along its columns, ``K x h x h``.
+    """Computes P of a grid of ``height x width`` tokens along rows, ``K x w x w``, and along columns, ``K x h x h``.
 
-    For a layer that pools, ``h x w`` are cells.
+    ``h`` and ``w`` count tokens, or cells if the layer pools.
     """
     h, w = -(-height // layer.pool_size), -(-width // layer.pool_size)
     rows, columns = (axis_kernel(position(layer), n, axis, layer.settings.identity) for n, axis in ((w, 2), (h, 1)))
@@ -43,26 +48,29 @@ def kernels(layer: DTN, height: int, width: int) -> tuple[Tensor, Tensor]:
 
 
 def position(layer: DTN) -> Tensor:
-    """Coefficients of P, ``K x 3``: zeros where P is the same for all."""
+    """Returns the ``K x 3`` coefficients of P. The coefficients are zero in a layer whose P is uniform."""
     return torch.zeros(layer.num_heads, 3) if layer.position is None else layer.position.detach().float()
 
 
 def attended(layer: DTN, height: int, width: int, query: tuple[int, int]) -> Tensor:
-    """What P gives one query, ``(y, x)`` in cells, from every cell: ``K x h x w``; each head sums to 1."""
+    """Returns the row of P of one query at ``(y, x)``, in cells, as ``K x h x w``. The weights of a head sum to 1."""
     rows, columns = kernels(layer, height, width)
     y, x = query
     return columns[:, y, :, None] * rows[:, x, None, :]
 
 
 def at_start(layer: DTN) -> DTN:
-    """The layer before any training. Heads that start at random start at other numbers than the layer's did."""
+    """Returns a copy of the layer with initial parameters.
+
+    Parameters with random initial values are drawn again, so they differ from those that the layer started from.
+    """
     start = copy.deepcopy(layer)
     start.reset_parameters()
     return start
 
 
 def _by_distance(kernel: Tensor) -> Tensor:
-    """How likely each distance along an axis is for a token picked at random: ``K x n x n`` to ``K x n``."""
+    """Computes the distribution of distances along an axis over all tokens, from ``K x n x n`` to ``K x n``."""
     size = kernel.shape[-1]
     index = torch.arange(size, device=kernel.device)
     distance = (index[None] - index[:, None]).abs()

@@ -1,4 +1,4 @@
-"""What a model did with images, gathered for a report."""
+"""Collects the values of a report from the forward passes of a model."""
 
 from collections import defaultdict
 from dataclasses import dataclass, field
@@ -15,13 +15,13 @@ from .look import Seen, look
 from .tokens import means, seen_by, variation
 
 NORMS = ('norm1', 'norm2')
-PICTURES = 3  # whose maps and predictions are drawn
-LOOKS = 4  # blocks whose maps are drawn
+PICTURES = 3  # number of images whose maps and predictions are drawn
+LOOKS = 4  # number of blocks whose maps are drawn
 
 
 @dataclass
 class Observation:
-    """What one model did with all images."""
+    """Values of one model, collected over all images."""
 
     trained: TrainedModel
     distances: dict[str, list] = field(default_factory=lambda: defaultdict(list))  # by block
@@ -34,7 +34,7 @@ class Observation:
         return {n: m for n, m in self.trained.model.named_modules() if isinstance(m, DTN)}
 
     def norms(self) -> dict[str, tuple[BlockTokens, nn.Module, Tensor, Tensor]]:
-        """By name, as the first image passed them: the block, the norm, and the tokens before and after it."""
+        """Returns block, module, input tokens and output tokens of each norm, by name, for the first image."""
         assert self.first is not None
         return {
             f'{b.name}.{n}': (b, b.block.get_submodule(n), b.on_grid(b.before[n]), b.on_grid(b.after[n]))
@@ -43,7 +43,10 @@ class Observation:
         }
 
     def shown_norms(self) -> list[str]:
-        """First, middle and last of the DTN layers before an attention, or of all such norms where there is none."""
+        """Names the first, middle and last DTN layer in front of an attention layer.
+
+        If the model has no DTN layer, other norms in front of attention layers are used.
+        """
         names = [n for n, (_, norm, _, _) in self.norms().items() if n.endswith('norm1') and isinstance(norm, DTN)]
         names = names or [n for n in self.norms() if n.endswith('norm1')]
         return [names[i] for i in sorted({0, len(names) // 2, len(names) - 1})]
@@ -73,7 +76,7 @@ def observe(trained: TrainedModel, images: list[dict]) -> Observation:
 
 
 def _spread_blocks(blocks: list[BlockTokens]) -> list[BlockTokens]:
-    """The last block of each size of map; if there is one size only, blocks that are spread evenly."""
+    """Returns the last block of each map size, or evenly spaced blocks if all maps have the same size."""
     last = {}
     for block in blocks:
         assert block.output is not None

@@ -1,4 +1,4 @@
-"""Statistics of tokens around a normaliser."""
+"""Statistics of tokens before and after a normaliser."""
 
 import torch
 from torch import Tensor, nn
@@ -10,27 +10,34 @@ from .neighbourhood import lambdas, position
 
 
 def magnitudes(tokens: Tensor, num_heads: int) -> Tensor:
-    """Norm of each head's slice of each token: ``B x H x W x C`` to ``B x K x H x W``."""
+    """Computes the norm of each token within the channels of each head, from ``B x H x W x C`` to ``B x K x H x W``."""
     return tokens.unflatten(-1, (num_heads, -1)).norm(dim=-1).permute(0, 3, 1, 2)
 
 
 def variation(tokens: Tensor, mean: Tensor) -> Tensor:
-    """``abs((x - mean) / x)`` of every element that is not 0: a flat tensor. Its mean is the variation coefficient."""
+    """Computes ``abs((x - mean) / x)`` of all nonzero elements, as a flat tensor.
+
+    The mean of the result is the variation coefficient.
+    """
     ratio = ((tokens - mean) / tokens).abs()
     return ratio.flatten() if tokens.all() else ratio[tokens != 0]
 
 
 @torch.no_grad()
 def seen_by(norm: nn.Module, tokens: Tensor) -> Tensor:
-    """The tokens that a norm takes statistics of: for DTN with ``prenorm`` each head's slice over its RMS."""
+    """Returns the tokens from which a norm computes its statistics.
+
+    DTN with ``prenorm`` first divides the channels of each head by their RMS. Other norms use the tokens unchanged.
+    """
     return by_head(tokens, norm.num_heads, norm.settings).flatten(-2) if isinstance(norm, DTN) else tokens
 
 
 @torch.no_grad()
 def means(norm: nn.Module, tokens: Tensor) -> dict[str, Tensor]:
-    """The means that LN, IN and, if the norm is one, DTN would subtract from the same ``B x H x W x C`` tokens.
+    """Computes the means that LayerNorm, InstanceNorm and DTN subtract from ``B x H x W x C`` tokens.
 
-    Each broadcasts to the tokens. They should be as ``seen_by`` gives them.
+    The mean of DTN is included if ``norm`` is a DTN layer. Pass tokens that ``seen_by`` returned. Each mean broadcasts
+    to the shape of the tokens.
     """
     found = dict(LN=tokens.mean(-1, keepdim=True), IN=tokens.mean((1, 2), keepdim=True))
     if isinstance(norm, DTN):
@@ -43,10 +50,10 @@ def means(norm: nn.Module, tokens: Tensor) -> dict[str, Tensor]:
 
 
 def principal_components(tokens: Tensor, number: int = 2) -> tuple[Tensor, Tensor]:
-    """Coordinates ``N x number`` of ``N x C`` tokens along their first principal components, and the share of the
-    variance of each.
+    """Computes the first principal components of ``N x C`` tokens.
 
-    A component's sign is free; its largest weight is made positive, so that two runs give one picture.
+    Returns the ``N x number`` coordinates of the tokens and each component's share of the variance. The sign of a
+    component is arbitrary. Its largest weight is made positive, so that two runs draw the same picture.
     """
     tokens = tokens.double() - tokens.double().mean(0)
     _, values, directions = torch.linalg.svd(tokens, full_matrices=False)

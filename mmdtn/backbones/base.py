@@ -1,4 +1,4 @@
-"""What every backbone does: loading pretrained weights and freezing, as MMDetection's backbones do."""
+"""Base class of all backbones, which loads pretrained weights, freezes stages and fuses norms."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -19,13 +19,14 @@ from mmdtn.registry import class_of
 
 from .folding import FusesNorms, neighbours, replace, without_batch_norm
 
-OPTIONS = ('source', 'warm_start', 'resize', 'keep')  # of init_cfg, beside those of mmengine's PretrainedInit
+OPTIONS = ('source', 'warm_start', 'resize', 'keep')  # options of init_cfg that mmengine's PretrainedInit lacks
 
 
 class Backbone(BaseModule):
-    """Start, pretrained weights, freezing, and what fusing left; a subclass says what its stages are.
+    """Base class of backbones, with weight initialisation, frozen stages and fused norms.
 
-    ``last_norm`` names the norm whose output is all that comes out, as tokens, as one of them, or as their mean.
+    ``last_norm`` is the name of the final norm if the output is computed from its result alone, as tokens, as one
+    token, or as their mean.
     """
 
     last_norm: str | None = None
@@ -36,21 +37,29 @@ class Backbone(BaseModule):
         self.norm_eval = norm_eval
 
     def check_checkpointing(self) -> None:
-        """``with_cp`` runs blocks twice a step: a norm that then computes another function has wrong gradients."""
+        """Raises an error if a norm does not support ``with_cp``.
+
+        Checkpointing runs each block twice per iteration. Gradients are wrong if a norm computes different results in
+        the two runs.
+        """
         for name, module in self.named_modules():
             if isinstance(module, TokenNorm) and not module.repeatable:
                 raise ValueError(
-                    f'with_cp=True computes each block twice a step, but {name}, {type(module).__name__}, changes with '
-                    'each time, so that gradients would be wrong. Leave with_cp out, or choose another norm_cfg.'
+                    f'with_cp=True runs each block twice per iteration, but {name}, {type(module).__name__}, computes '
+                    'different results in the two runs, so gradients would be wrong. Remove with_cp, or choose another '
+                    'norm_cfg.'
                 )
 
     def fusible_norms(self) -> list[str]:
-        """The names of all norms beside which there is a layer to take them in; batch norms of timm's layers first."""
+        """Returns the names of all norms next to a layer that can absorb them, starting with timm's batch norms."""
         layers = [f'{name}.bn' for name, part in self.named_modules() if isinstance(part, (ConvNorm, LinearNorm))]
         return layers + [f'{name}.{norm}' for name, m in self.named_modules() for norm in neighbours(m)]
 
     def fuse_norm(self, name: str) -> str:
-        """The name of the layer that has taken in a norm of ``fusible_norms``; raises ``NotExact`` where none can."""
+        """Fuses a norm of ``fusible_norms`` into a neighbouring layer and returns the name of this layer.
+
+        Raises ``NotExact`` if the outputs would change.
+        """
         parent, _, child = name.rpartition('.')
         module = self.get_submodule(parent)
         if isinstance(module, (ConvNorm, LinearNorm)):
@@ -61,12 +70,15 @@ class Backbone(BaseModule):
         return f'{parent}.{module.neighbours()[child].name}'
 
     def make_room(self, fused: Sequence[str]) -> None:
-        """Takes out the norms that were fused, and gives their neighbours the parameters that these then have."""
+        """Prepares the model for a checkpoint with fused norms.
+
+        Replaces the fused norms by ``nn.Identity`` and adds the parameters that fusing adds to their neighbours.
+        """
         fusible = self.fusible_norms()
         if unknown := {*fused} - {*fusible, self.last_norm}:
             raise ValueError(
-                f'fused names {sorted(unknown)}, where {type(self).__name__} has no norm that can be fused; it has '
-                f'{", ".join(fusible[:3])} and so on.'
+                f'fused has {sorted(unknown)}, but {type(self).__name__} has no such norm that can be fused. Examples '
+                f'of its norms are {", ".join(fusible[:3])}.'
             )
         for name in fused:
             if not name.endswith('.bn'):
@@ -76,14 +88,18 @@ class Backbone(BaseModule):
                 self.fuse_norm(name)
 
     def frozen_parts(self) -> Iterable[nn.Module | Tensor]:
-        """What ``frozen_stages`` holds still: 0 the first patch embedding, n also the first n stages."""
+        """Returns the modules and parameters that ``frozen_stages`` freezes.
+
+        0 freezes the first patch embedding, and n > 0 also freezes the first n stages.
+        """
         raise NotImplementedError
 
     def init_weights(self) -> None:
-        """Linear layers and embeddings from a truncated normal, or the pretrained file; DTN keeps its own start.
+        """Initialises the weights, or loads those of a checkpoint.
 
-        ``dict(type='Pretrained', checkpoint=PATH_OR_URL)`` takes any file that :mod:`mmdtn.checkpoints` knows, and its
-        options ``source``, ``warm_start`` and ``resize``.
+        Without ``init_cfg``, linear layers and embeddings are drawn from a truncated normal distribution, and DTN
+        layers keep their initial values. ``init_cfg=dict(type='Pretrained', checkpoint=PATH_OR_URL)`` loads any file
+        that :mod:`mmdtn.checkpoints` supports, with its options ``source``, ``warm_start`` and ``resize``.
         """
         if self.init_cfg is None:
             self.apply(_init)
@@ -103,8 +119,8 @@ class Backbone(BaseModule):
         found = {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
         if not found:
             raise checkpoints.UnfitFile(
-                f'No key of {source} starts with {prefix!r}; its keys are like: {", ".join(list(state)[:3])}. '
-                'Leave prefix out of init_cfg to have it found.'
+                f'No key of {source} starts with {prefix!r}. Its first keys are {", ".join(list(state)[:3])}. '
+                'Remove prefix from init_cfg to detect it automatically.'
             )
         if strange := options.keys() - set(OPTIONS):
             name = strange.pop()
@@ -112,7 +128,7 @@ class Backbone(BaseModule):
         try:
             ours, report = checkpoints.translate(found, self, **options, settings=settings)
         except ValueError as error:
-            raise checkpoints.UnfitFile(f'{source} cannot fill {type(self).__name__}: {error}') from None
+            raise checkpoints.UnfitFile(f'{source} does not fit {type(self).__name__}: {error}') from None
         self.load_state_dict(ours, strict=False)
         start_new_task(self)
         print_log(f'{type(self).__name__} from {source}: {report}', logger=MMLogger.get_current_instance())
@@ -132,9 +148,10 @@ class Backbone(BaseModule):
 
 
 def architecture(arch: str | dict, archs: dict[str, dict[str, Any]], optional: tuple[str, ...] = ()) -> dict[str, Any]:
-    """The fields of an architecture: a name in ``archs``, all fields, or under ``'base'`` a name and what differs.
+    """Returns the fields of an architecture.
 
-    A field that is a tuple in ``archs``, and each of ``optional``, has a value for each stage.
+    ``arch`` is a name in ``archs``, a dict of all fields, or a dict with a name under ``'base'`` and the fields that
+    differ from it. Fields that are tuples in ``archs``, and all ``optional`` fields, have one value per stage.
     """
     said = dict(arch) if isinstance(arch, dict) else dict(base=arch)
     base = said.pop('base', None)
@@ -142,26 +159,29 @@ def architecture(arch: str | dict, archs: dict[str, dict[str, Any]], optional: t
     fields = list(example)
     if base is not None:
         if base not in archs:
-            raise ValueError(f'arch={base!r}: choose one of {list(archs)}, or a dict of {fields}{nearest(base, archs)}')
+            raise ValueError(
+                f'There is no arch={base!r}. Choose one of {list(archs)}, or give a dict of {fields}'
+                f'{nearest(base, archs)}'
+            )
         said = archs[base] | said
     may = f', and may have {", ".join(optional)}' if optional else ''
     if missing := set(fields) - said.keys():
-        raise ValueError(f'arch lacks {sorted(missing)}; it needs {fields}{may}.')
+        raise ValueError(f'arch lacks {sorted(missing)}. It needs {fields}{may}.')
     if unknown := said.keys() - {*fields, *optional}:
-        raise ValueError(f'arch has unknown fields {sorted(unknown)}; it needs {fields}{may}.')
+        raise ValueError(f'arch has unknown fields {sorted(unknown)}. It needs {fields}{may}.')
     by_stage = {name: len(value) for name, value in example.items() if isinstance(value, tuple)}
     for name in said:
         if (name in by_stage or name in optional) and len(said[name]) != (stages := max(by_stage.values())):
-            raise ValueError(f'arch: {name}={said[name]} should have a value for each of the {stages} stages.')
+            raise ValueError(f'arch has {name}={said[name]}, but it needs one value for each of the {stages} stages.')
     return said
 
 
 def check_other_norms(cfg: dict[str, Any]) -> dict[str, Any]:
-    """``other_norm_cfg`` of a backbone as it is, if it can stand outside the blocks that ``norm_cfg`` reaches."""
+    """Returns ``other_norm_cfg`` unchanged, or raises an error if it can only be used inside the blocks."""
     if needs_grid(cfg):
         raise ValueError(
-            f'other_norm_cfg has type={cfg["type"]!r}, but DTN belongs in the blocks, which norm_cfg is for. Choose '
-            "'LN', 'BN' or another normaliser that needs no grid for embeddings, reductions and ends."
+            f'other_norm_cfg has type={cfg["type"]!r}, but DTN can be used only inside the blocks, by norm_cfg. Choose '
+            "'LN', 'BN' or another normaliser that needs no token grid for other_norm_cfg."
         )
     return cfg
 

@@ -1,6 +1,6 @@
-"""Norms that vanish: a norm that is ``y = a x + b`` in evaluation becomes part of a layer in front of it or behind it.
+"""Fuses norms into neighbouring layers. A norm can be fused if it is an affine map ``y = a x + b`` in evaluation mode.
 
-Sums are in float64; the layers keep their dtype.
+Weights are fused in float64 and then converted to the dtype of the layer.
 """
 
 import copy
@@ -15,13 +15,14 @@ from torch.nn.utils.fusion import fuse_conv_bn_eval, fuse_linear_bn_eval
 
 
 class NotExact(ValueError):
-    """Why a norm has to stay, for the one who reads the report."""
+    """Raised if fusing a norm would change the output. The report of the fusion shows the error message as reason."""
 
 
 class Neighbour(NamedTuple):
-    """What can take a norm in: its name within the module, and how it takes ``(a, b)``, float64, into its weights.
+    """A layer that can absorb a norm.
 
-    ``take_in`` raises ``NotExact`` before it changes anything.
+    ``name`` is the layer's name within its module. ``take_in`` fuses the float64 pair ``(a, b)`` into the weights of
+    the layer. If ``take_in`` raises ``NotExact``, the weights are unchanged.
     """
 
     name: str
@@ -29,7 +30,7 @@ class Neighbour(NamedTuple):
 
 
 class FusesNorms(nn.Module):
-    """A module whose other layers can take in norms. timm's ``reparameterize_model`` finds its ``fuse()``.
+    """Base class of modules whose layers can absorb norms. timm's ``reparameterize_model`` calls ``fuse()``.
 
     Example:
         >>> from timm.utils import reparameterize_model
@@ -39,27 +40,30 @@ class FusesNorms(nn.Module):
     """
 
     def neighbours(self) -> dict[str, Neighbour]:
-        """By the name of a norm, the layer that can take it in."""
+        """Returns the layers that can absorb norms, by the name of the norm."""
         raise NotImplementedError
 
     def fuse(self) -> 'FusesNorms':
-        """This module, in evaluation mode for good, with ``nn.Identity`` where that computes the same."""
+        """Fuses all norms whose fusion does not change the output, and returns the module.
+
+        The fused module must stay in evaluation mode.
+        """
         if self.training:
             raise ValueError(
-                f'{type(self).__name__} is in training mode, where its norms are not affine: model.eval() first.'
+                f'{type(self).__name__} is in training mode, where its norms are not affine. Call model.eval() first.'
             )
         for name in self.neighbours():
             try:
                 self.fuse_norm(name)
             except NotExact:
-                continue  # it stays
+                continue  # keep the norm
         return self
 
     def fuse_norm(self, name: str) -> None:
-        """Puts ``nn.Identity`` in the place of one norm, or raises ``NotExact``.
+        """Fuses one norm and replaces it by ``nn.Identity``, or raises ``NotExact``.
 
-        A norm that is ``nn.Identity`` already changes no number, but its neighbour gets what others have after this: a
-        bias, and the border of padded maps.
+        If the norm is ``nn.Identity`` already, outputs do not change, but the neighbour gets the same additional
+        parameters as after a fusion: a bias, and the border of padded maps.
         """
         self.neighbours()[name].take_in(*affine(self.get_submodule(name)))
         replace(self, name, nn.Identity())
@@ -70,11 +74,11 @@ def neighbours(module: nn.Module) -> dict[str, Neighbour]:
 
 
 def affine(norm: nn.Module) -> tuple[Tensor, Tensor]:
-    """``(a, b)`` of a norm in evaluation mode, in float64."""
+    """Returns ``(a, b)`` of a norm in evaluation mode, in float64."""
     if isinstance(norm, nn.Identity):
         return torch.ones((), dtype=torch.float64), torch.zeros((), dtype=torch.float64)
     if not hasattr(norm, 'as_affine'):
-        raise NotExact(f'{type(norm).__name__} depends on its input in evaluation too')
+        raise NotExact(f'{type(norm).__name__} is not an affine map, even in evaluation mode')
     with torch.no_grad():
         try:
             double: Any = copy.deepcopy(norm).double()
@@ -87,9 +91,9 @@ def affine(norm: nn.Module) -> tuple[Tensor, Tensor]:
 
 
 def without_batch_norm(part: nn.Module) -> Any:
-    """timm's layer with a batch norm behind it as one layer, or what is none as it is.
+    """Fuses the batch norm of timm's ``ConvNorm`` or ``LinearNorm`` into its layer. Returns other modules unchanged.
 
-    timm's own ``fuse()`` makes float32 of any dtype.
+    timm's own ``fuse()`` converts every dtype to float32, so it is not used.
     """
     if not isinstance(part, (ConvNorm, LinearNorm)):
         return part
@@ -105,7 +109,7 @@ def replace(model: nn.Module, name: str, module: nn.Module) -> None:
 
 @torch.no_grad()
 def fold_into(layer: nn.Linear | nn.Conv2d, a: Tensor, b: Tensor) -> None:
-    """``layer(a x + b)`` as ``layer(x)``; zeros that a convolution pads count as ``x``."""
+    """Changes a layer so that it computes ``layer(a x + b)``. Zero padding of a convolution counts as part of ``x``."""
     a, b = a.to(layer.weight.device), b.to(layer.weight.device)
     weight = layer.weight.double()
     of_inputs = weight.flatten(2).sum(-1) if weight.dim() > 2 else weight
@@ -114,7 +118,7 @@ def fold_into(layer: nn.Linear | nn.Conv2d, a: Tensor, b: Tensor) -> None:
 
 @torch.no_grad()
 def fold_behind(layer: nn.Linear | nn.Conv2d, a: Tensor, b: Tensor) -> None:
-    """``a layer(x) + b`` as ``layer(x)``."""
+    """Changes a layer so that it computes ``a layer(x) + b``."""
     a, b = a.to(layer.weight.device), b.to(layer.weight.device)
     weight = layer.weight.double()
     _set(layer, weight * a.reshape(-1, *[1] * (weight.dim() - 1)), _bias(layer) * a + b)
@@ -132,9 +136,11 @@ def _set(layer: nn.Linear | nn.Conv2d, weight: Tensor, bias: Tensor) -> None:
 
 
 def border_in_front(layer: nn.Linear | nn.Conv2d, border: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
-    """What to pad in front of ``layer``, once it has taken in a norm, where ``border`` or zeros were padded behind it.
+    """Computes the padding values for a layer that has absorbed the norm in front of it.
 
-    ``a border' + b = border``, so that ``layer`` finds there what it always did.
+    Before the fusion, the output of the norm was padded with ``border``, or with zeros. After the fusion, the input of
+    the former norm is padded. The new padding values satisfy ``a new + b = border``, so that ``layer`` computes the
+    same as before.
     """
     a, b = a.to(layer.weight.device), b.to(layer.weight.device)
     old = b.new_zeros(layer.weight.shape[1]) if border is None else border.double()
@@ -142,14 +148,14 @@ def border_in_front(layer: nn.Linear | nn.Conv2d, border: Tensor | None, a: Tens
     lost = ((a == 0) & (old != b)) | ~new.isfinite()
     if lost.any():
         raise NotExact(
-            f'its factor is 0 in channels {lost.nonzero().flatten().tolist()}: no padding in front of the layer behind '
-            'it stands for the zeros that a map is padded with'
+            f'its factor is 0 in channels {lost.nonzero().flatten().tolist()}, so that no padding value in front of it '
+            'has the effect of the zeros with which its output is padded'
         )
     return new
 
 
 def pad(x: Tensor, below: int, right: int, border: Tensor | None) -> Tensor:
-    """``B x H x W x C`` with more rows and columns of zeros, or of the ``border``'s C numbers."""
+    """Pads ``B x H x W x C`` with rows and columns of zeros, or of the C values in ``border``."""
     B, H, W, C = x.shape
     if border is None:
         return F.pad(x, (0, 0, 0, right, 0, below))

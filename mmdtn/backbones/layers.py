@@ -1,4 +1,4 @@
-"""Layers that backbones share, on maps ``B x H x W x C``."""
+"""Layers that several backbones use, on maps ``B x H x W x C``."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -19,15 +19,16 @@ from .folding import FusesNorms, Neighbour, border_in_front, fold_behind, fold_i
 
 
 def drop_path_rates(last: float, depth: int) -> list[float]:
-    """Stochastic depth of each block, growing evenly from 0."""
+    """Returns the stochastic depth rate of each block, increasing linearly from 0 to ``last``."""
     return [last * i / max(depth - 1, 1) for i in range(depth)]
 
 
 def light_checkpoint(run: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """``run(x)`` that keeps only ``x``, for something cheap that ends in a linear layer.
+    """Computes ``run(x)`` and saves only ``x`` for backward.
 
-    The wide activation in front of the second linear layer of an MLP is the largest tensor of a block. Computing it
-    again stops short of the linear layer itself.
+    ``run`` should be cheap and end in a linear layer, such as the activation and the second linear layer of an MLP. The
+    activation, which is the largest tensor of a block, is recomputed in the backward pass instead of saved. The linear
+    layer is not recomputed.
     """
     if not x.requires_grad:
         return run(x)
@@ -35,28 +36,28 @@ def light_checkpoint(run: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 
 
 def pad_to_multiple(x: Tensor, height: int, width: int) -> Tensor:
-    """Zeros below and to the right of ``B x C x H x W`` until ``height`` and ``width`` divide it."""
+    """Pads ``B x C x H x W`` with zeros, below and to the right, to multiples of ``height`` and ``width``."""
     below, right = -x.shape[2] % height, -x.shape[3] % width
     return F.pad(x, (0, right, 0, below)) if below or right else x
 
 
 def run_block(block: nn.Module, x: Tensor, *more: Any, again: bool) -> Tensor:
-    """``block(x, *more)``; ``again`` keeps nothing of what is inside, and computes it again in the backward pass."""
+    """Computes ``block(x, *more)``. With ``again``, the block is recomputed in the backward pass to save memory."""
     if not (again and x.requires_grad):
         return block(x, *more)
-    if torch.compiler.is_compiling():  # which traces the block once, and takes no contexts
+    if torch.compiler.is_compiling():  # torch.compile traces the block once and does not support context_fn
         return checkpoint(block, x, *more, use_reentrant=False)
     return checkpoint(block, x, *more, use_reentrant=False, context_fn=lambda: (nullcontext(), statistics_kept(block)))
 
 
 @contextmanager
 def statistics_kept(block: nn.Module) -> Iterator[None]:
-    """Batch norms do not count what they see meanwhile: else checkpointing would count each batch twice."""
+    """Restores the running statistics of batch norms at the end, so that checkpointing counts each batch once."""
     kinds = (TORCHS_BATCH_AND_INSTANCE_NORMS, BatchStatisticsNorm)
     norms = [m for m in block.modules() if m.training and isinstance(m, kinds)]
     kept = [(norm, name, value) for norm in norms for name, value in norm.named_buffers(recurse=False)]
     for norm, name, value in kept:
-        setattr(norm, name, value.clone())  # not the values back later: autograd may need what it saw
+        setattr(norm, name, value.clone())  # replace the tensor, because autograd may have saved the original one
     try:
         yield
     finally:
@@ -85,7 +86,10 @@ class Block(FusesNorms):
         self.drop_path = DropPath(drop_path) if drop_path > 0 else nn.Identity()
 
     def forward(self, x: Tensor, grid: tuple[int, int] | None = None) -> Tensor:
-        """``x``: a map; or with a ``grid``, ``h x w``, one row ``B x 1 x (p + h w) x C``, p class tokens in front."""
+        """Computes the block on a map, or on tokens with ``p`` class tokens in front if a grid is given.
+
+        With a grid ``(h, w)``, ``x`` has the shape ``B x 1 x (p + h w) x C``.
+        """
         x = add_branch(x, self.attn(normalise(self.norm1, x, grid)), self.drop_path)
         return add_branch(x, self.mlp(normalise(self.norm2, x, grid)), self.drop_path)
 
@@ -97,9 +101,9 @@ class Block(FusesNorms):
 
 
 def normalise(norm: nn.Module, x: Tensor, grid: tuple[int, int] | None) -> Tensor:
-    """``norm(x)`` for linear layers and convolutions.
+    """Computes ``norm(x)`` as the input of a linear layer or a convolution.
 
-    Where ``x`` is one row, a norm that works on the grid is told which tokens lie there.
+    If ``x`` has class tokens, DTN gets the size of the grid and the number of class tokens in front of it.
     """
     if not isinstance(norm, DTN):
         return norm(x)
@@ -109,17 +113,19 @@ def normalise(norm: nn.Module, x: Tensor, grid: tuple[int, int] | None) -> Tenso
 
 
 def add_branch(x: Tensor, branch: Tensor, drop_path: nn.Module) -> Tensor:
-    """``x + drop_path(branch)``, with the product and the sum in one pass over memory."""
+    """Computes ``x + drop_path(branch)`` in one pass over memory."""
     if not (drop_path.training and isinstance(drop_path, DropPath)):
         return x + branch
     return torch.addcmul(x, branch, drop_path(branch.new_ones(len(branch), *[1] * (branch.dim() - 1))))
 
 
 class Attention(FusesNorms):
-    """Every token attends to all of its map, or to what a convolution has made ``sr_ratio`` times smaller a side.
+    """Multi-head attention with the optional spatial reduction of PVT.
 
-    ``rpe`` adds :class:`RelativePosition` to the scores. A class token has no place for that. ``border``: what smaller
-    maps are padded with, if not zeros, as a norm in front was taken in.
+    With ``sr_ratio > 1``, a convolution divides the sides of the map by ``sr_ratio`` before keys and values are
+    computed. ``rpe`` adds :class:`RelativePosition` to the scores, which does not support class tokens. Maps that are
+    smaller than the convolution's kernel are padded with ``border`` if a norm in front has been fused, and with zeros
+    otherwise.
     """
 
     border: Tensor | None
@@ -151,7 +157,7 @@ class Attention(FusesNorms):
         B, H, W, C = x.shape
         q = self.q(x).view(B, H * W, self.num_heads, -1).transpose(1, 2)
         if self.sr_ratio > 1:
-            if min(H, W) < self.sr_ratio:  # the convolution drops a remainder, but needs one whole window
+            if min(H, W) < self.sr_ratio:  # the convolution needs at least one whole window
                 x = pad(x, max(0, self.sr_ratio - H), max(0, self.sr_ratio - W), self.border)
             x = self.norm(self.sr(x.permute(0, 3, 1, 2)).permute(0, 2, 3, 1).contiguous())
         kv = self.kv(x).view(B, x.shape[1] * x.shape[2], 2, self.num_heads, -1).permute(2, 0, 3, 1, 4)
@@ -163,7 +169,7 @@ class Attention(FusesNorms):
         return dict(norm=Neighbour('sr', partial(fold_behind, self.sr))) if self.sr_ratio > 1 else {}
 
     def take_in(self, a: Tensor, b: Tensor) -> None:
-        """A norm in front of it."""
+        """Fuses the norm in front of the attention."""
         if self.sr_ratio > 1:
             self.border = border_in_front(self.sr, self.border, a, b)
         fold_into(self.q, a, b)
@@ -171,39 +177,41 @@ class Attention(FusesNorms):
 
 
 class RelativePosition(nn.Module):
-    """The scores of DTN's P (Eq. 6) as a bias of attention: ``a_1 (dx^2 + dy^2) + a_2 dx + a_3 dy`` for each head.
+    """Relative position bias of attention, with the scores of DTN's P (Eq. 6 of the paper).
 
-    ``(dx, dy)`` leads from a query to a key, in cells of ``sr_ratio`` tokens a side, of which each is one key. The bias
-    is as large as the scores. The same comes of three more channels of q and k, but not in half precision: there the
-    squares of coordinates lose the difference.
+    The bias of each head is ``a_1 (dx^2 + dy^2) + a_2 dx + a_3 dy``. ``(dx, dy)`` is the offset from a query to a key,
+    in units of ``sr_ratio`` tokens, which is the distance between neighbouring keys.
+
+    The bias takes as much memory as the scores. Three additional channels of q and k could represent the same scores
+    with less memory, but squared coordinates are too inaccurate in half precision.
 
     Args:
-        start: Of the coefficients: True for a truncated normal, or ``'local'`` (Eq. 7).
+        start: Initial values of the coefficients: True for a truncated normal distribution, or ``'local'`` (Eq. 7).
     """
 
     def __init__(self, num_heads: int, sr_ratio: int = 1, start: bool | str = True) -> None:
         super().__init__()
         if start not in (True, 'local'):
-            raise ValueError(f"rpe={start!r}: choose True, 'local' (which starts as Eq. 7 of the paper), or False.")
+            raise ValueError(f"rpe={start!r} does not exist. Choose True, 'local' (Eq. 7 of the paper) or False.")
         self.sr_ratio = sr_ratio
         self.position = nn.Parameter(torch.empty(num_heads, 3))
         start_position(self.position, 'trunc_normal' if start is True else 'local')
 
     def forward(self, queries: Sequence[int], keys: Sequence[int]) -> Tensor:
-        """Height and width of both grids to ``K x (H W) x (H' W')``, in float32."""
+        """Computes the bias ``K x (H W) x (H' W')`` in float32 from the height and width of both grids."""
         square, x, y = self.position.float()[..., None, None].unbind(1)
         dy, dx = (self.shifts(*sides) for sides in zip(queries, keys, strict=True))
         along_y, along_x = square * dy * dy + y * dy, square * dx * dx + x * dx
         return (along_y[:, :, None, :, None] + along_x[:, None, :, None, :]).flatten(3).flatten(1, 2)
 
     def shifts(self, queries: int, keys: int) -> Tensor:
-        """``queries x keys`` along one axis; a token's centre is half a token from its edge, and so is a cell's."""
+        """Computes the offsets from queries to keys along one axis, between the centres of tokens and of cells."""
         place = (torch.arange(queries, device=self.position.device) + 0.5) / self.sr_ratio - 0.5
         return torch.arange(keys, device=self.position.device) - place[:, None]
 
 
 class ConvMlp(nn.Module):
-    """Two linear layers; in version 2 with a 3 x 3 depthwise convolution between them."""
+    """MLP of two linear layers, optionally with a 3 x 3 depthwise convolution between them as in PVTv2."""
 
     def __init__(self, channels: int, hidden: int, conv: bool = False) -> None:
         super().__init__()
@@ -218,5 +226,5 @@ class ConvMlp(nn.Module):
         return light_checkpoint(lambda hidden: self.fc2(F.gelu(hidden)), x)
 
     def take_in(self, a: Tensor, b: Tensor) -> None:
-        """A norm in front of it."""
+        """Fuses the norm in front of the MLP."""
         fold_into(self.fc1, a, b)

@@ -1,4 +1,4 @@
-"""LeViT: few tokens behind a stem of convolutions, batch norms everywhere, and DTN in front of every sub-block."""
+"""LeViT with DTN in front of every attention and MLP."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -24,28 +24,30 @@ MLP_RATIO = 2
 class LeViTDTN(Backbone):
     """LeViT (arXiv 2104.01136) on maps ``B x H x W x C``, with DTN in front of every attention and MLP.
 
-    LeViT has a batch norm behind every layer, which ``timm.utils.reparameterize_model`` folds into the layer, and no
-    norm where other transformers have LayerNorm. There ``norm_cfg`` puts one; the batch norms stay. The attention has a
-    bias for each distance on a grid of one size, so that a model takes images of that size alone.
+    The published LeViT has a batch norm after every layer, which ``timm.utils.reparameterize_model`` fuses into the
+    layer. LeViT has no norm where other transformers have LayerNorm. ``norm_cfg`` adds norms in these places, and the
+    batch norms remain. The attention has a learned bias for each distance between tokens, so a model takes images of
+    one size only.
 
     Args:
-        arch: ``'128s' | '128' | '192' | '256' | '384'``, or a dict of the fields of ``ARCHS``; with a name under
-            ``'base'``, only of those that differ from it. ``norm_heads`` gives DTN the heads of each stage; else they
-            are as many as the attention has, or the next number below that divides the width.
-        norm_cfg: Normaliser in front of every attention and MLP: ``dict(type='DTN')``, or any registered one that works
-            on ``B x H x W x C``. None is the published LeViT.
+        arch: ``'128s' | '128' | '192' | '256' | '384'``, or a dict of the fields of ``ARCHS``. A dict with a name under
+            ``'base'`` needs only the fields that differ from that architecture. ``norm_heads`` is DTN's number of heads
+            in each stage. It defaults to the number of attention heads, or to the next smaller number that divides the
+            width.
+        norm_cfg: Normaliser in front of every attention and MLP, such as ``dict(type='DTN')`` or any registered
+            normaliser for ``B x H x W x C``. None is the published LeViT.
         pool_sizes: DTN's pool size in each stage.
-        out_indices: Stages whose maps ``'featmap'`` returns.
-        out_type: ``'avg_featmap'``, a tuple of one ``B x C``, the mean over the last map, for classification; or
-            ``'featmap'``, a tuple of ``B x C x H x W``, at 1/16, 1/32 and 1/64 of the image's sides.
+        out_indices: Stages whose maps are returned for ``'featmap'``.
+        out_type: ``'avg_featmap'`` returns a tuple with the mean over the last map, ``B x C``, for classification.
+            ``'featmap'`` returns a tuple of maps ``B x C x H x W`` at 1/16, 1/32 and 1/64 of the image size.
         img_size: Side of the images, or ``(height, width)``.
         in_channels: Channels of the image.
-        drop_path_rate: Stochastic depth, the same in all blocks; None takes the architecture's.
-        frozen_stages: -1 nothing, 0 the stem, n also the first n stages.
+        drop_path_rate: Stochastic depth rate of all blocks. None uses the architecture's default.
+        frozen_stages: -1 freezes nothing, 0 freezes the stem, and n > 0 also freezes the first n stages.
         norm_eval: Keep batch norms in evaluation mode.
-        with_cp: Compute each block again in the backward pass, to save memory.
-        fused: Norms that were fused into their neighbours: tools/model_converters/fuse.py writes this.
-        init_cfg: ``dict(type='Pretrained', checkpoint=..., prefix='backbone.')`` loads what MMPretrain saved.
+        with_cp: Recompute each block in the backward pass to save memory.
+        fused: Norms that were fused into neighbouring layers. tools/model_converters/fuse.py sets this option.
+        init_cfg: ``dict(type='Pretrained', checkpoint=..., prefix='backbone.')`` loads a checkpoint of MMPretrain.
 
     Example:
         >>> (features,) = LeViTDTN('128s')(torch.randn(1, 3, 224, 224))
@@ -73,11 +75,13 @@ class LeViTDTN(Backbone):
         super().__init__(frozen_stages, norm_eval, init_cfg)
         a = _arch(arch)
         if out_type not in ('avg_featmap', 'featmap'):
-            raise ValueError(f"out_type={out_type!r}: choose 'avg_featmap' (classification) or 'featmap'.")
+            raise ValueError(
+                f"out_type={out_type!r} does not exist. Choose 'avg_featmap' (classification) or 'featmap'."
+            )
         if not set(out_indices) <= set(range(STAGES)):
-            raise ValueError(f'out_indices={out_indices} counts stages from 0 to {STAGES - 1}.')
+            raise ValueError(f'out_indices={out_indices} has invalid stages. Stages are 0 to {STAGES - 1}.')
         if len(pool_sizes) != STAGES:
-            raise ValueError(f'pool_sizes={pool_sizes} should have a value for each of the {STAGES} stages.')
+            raise ValueError(f'pool_sizes={pool_sizes} should have one value for each of the {STAGES} stages.')
         self.out_indices = tuple(out_indices)
         self.out_type = out_type
         self.img_size = (img_size, img_size) if isinstance(img_size, int) else tuple(img_size)
@@ -101,11 +105,11 @@ class LeViTDTN(Backbone):
             self.stages.append(Stage(blocks, with_cp))
         if with_cp:
             self.check_checkpointing()
-        if fused:  # or else a missing norm in front of a layer with a batch norm would be taken for a fused one
+        if fused:  # otherwise make_room would treat the nn.Identity of norm_cfg=None as a fused norm
             self.make_room(fused)
 
     def init_weights(self) -> None:
-        """As published: every layer keeps its own start."""
+        """Loads the checkpoint of ``init_cfg``. Without ``init_cfg``, all layers keep their own initial values."""
         if self.init_cfg is not None:
             super().init_weights()
 
@@ -113,8 +117,8 @@ class LeViTDTN(Backbone):
         if _grid(x.shape[2:]) != self.grid:
             height, width = self.img_size
             raise ValueError(
-                f'This LeViTDTN takes images of {height} x {width}, as its attention has a bias for each distance on '
-                f'their grid alone, but got {x.shape[2]} x {x.shape[3]}. Resize the images, or build it with '
+                f'This LeViTDTN takes images of {height} x {width} only, because of the position bias of its '
+                f'attention, but got {x.shape[2]} x {x.shape[3]}. Resize the images, or build the model with '
                 f'img_size=({x.shape[2]}, {x.shape[3]}).'
             )
         x = self.patch_embed(x).permute(0, 2, 3, 1).contiguous()
@@ -132,7 +136,7 @@ class LeViTDTN(Backbone):
 
 
 class Stage(nn.Module):
-    """Blocks, of which the first one of the second and third stage shrinks the map."""
+    """A stage of blocks. The first block of the second and third stage halves the sides of the map."""
 
     def __init__(self, blocks: list[nn.Module], with_cp: bool) -> None:
         super().__init__()
@@ -146,7 +150,7 @@ class Stage(nn.Module):
 
 
 class ShrinkingBlock(layers.Block):
-    """To a map of half the sides and another width: attention that replaces its input, then an MLP as everywhere."""
+    """Block that halves the sides of the map and changes its width. The attention has no residual connection."""
 
     def __init__(
         self,
@@ -162,13 +166,17 @@ class ShrinkingBlock(layers.Block):
         self.norm1 = build_norm(norm_cfg, in_channels, place_before)
 
     def forward(self, x: Tensor, grid: tuple[int, int] | None = None) -> Tensor:
-        """``grid`` is never needed: there is no class token."""
+        """Computes the block. ``grid`` is not used, because LeViT has no class token."""
         x = self.attn(layers.normalise(self.norm1, x, None))
         return layers.add_branch(x, self.mlp(layers.normalise(self.norm2, x, None)), self.drop_path)
 
 
 class _LiveBiases:
-    """timm keeps the biases of evaluation, for longer than the weights, the graph or the fake tensors they came of."""
+    """Mixin that looks up attention biases on every call.
+
+    timm caches the biases in evaluation mode. Cached biases become wrong if weights change, and they can refer to a
+    freed graph or to fake tensors.
+    """
 
     attention_biases: nn.Parameter
     attention_bias_idxs: Tensor
@@ -178,9 +186,9 @@ class _LiveBiases:
 
 
 class LeViTAttention(_LiveBiases, levit.Attention):
-    """timm's, on a map."""
+    """LeViT's attention from timm, applied to a map."""
 
-    qkv: Any  # with its batch norm or without
+    qkv: Any  # a layer with or without batch norm
 
     def __init__(self, channels: int, key_width: int, num_heads: int, grid: tuple[int, int]) -> None:
         super().__init__(channels, key_width, num_heads, attn_ratio=2, resolution=grid, act_layer=nn.Hardswish)
@@ -189,13 +197,16 @@ class LeViTAttention(_LiveBiases, levit.Attention):
         return super().forward(x.flatten(1, 2)).view(x.shape)
 
     def take_in(self, a: Tensor, b: Tensor) -> None:
-        """A norm in front of it."""
+        """Fuses the norm in front of the attention."""
         self.qkv = without_batch_norm(self.qkv)
         fold_into(self.qkv, a, b)
 
 
 class ShrinkingAttention(_LiveBiases, levit.AttentionDownsample):
-    """timm's, on a map: the queries are the tokens of every second row and column."""
+    """LeViT's downsampling attention from timm, applied to a map.
+
+    The queries are the tokens of every second row and column.
+    """
 
     kv: Any
     q: Any
@@ -211,14 +222,14 @@ class ShrinkingAttention(_LiveBiases, levit.AttentionDownsample):
         return super().forward(x.flatten(1, 2)).unflatten(1, self.shrunk)
 
     def take_in(self, a: Tensor, b: Tensor) -> None:
-        """A norm in front of it."""
+        """Fuses the norm in front of the attention."""
         self.kv, self.q.ln = without_batch_norm(self.kv), without_batch_norm(self.q.ln)
         fold_into(self.kv, a, b)
         fold_into(self.q.ln, a, b)
 
 
 class Mlp(levit.LevitMlp):
-    """timm's, on a map."""
+    """LeViT's MLP from timm, applied to a map."""
 
     ln1: Any
 
@@ -229,7 +240,7 @@ class Mlp(levit.LevitMlp):
         return super().forward(x.flatten(1, 2)).view(x.shape)
 
     def take_in(self, a: Tensor, b: Tensor) -> None:
-        """A norm in front of it."""
+        """Fuses the norm in front of the MLP."""
         self.ln1 = without_batch_norm(self.ln1)
         fold_into(self.ln1, a, b)
 
@@ -240,7 +251,7 @@ def _grid(size: Sequence[int]) -> tuple[int, int]:
 
 
 def _arch(arch: str | dict) -> dict[str, Any]:
-    """The fields of an architecture; DTN's heads follow the attention's unless they are said."""
+    """Returns the fields of an architecture. DTN uses the attention's number of heads if it divides the width."""
     said = architecture(arch, ARCHS, optional=('norm_heads',))
     norm_heads = [
         next(n for n in range(heads, 0, -1) if width % n == 0)

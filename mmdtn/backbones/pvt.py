@@ -17,35 +17,38 @@ from .folding import FusesNorms, Neighbour, fold_behind
 from .layers import Attention, Block, ConvMlp, drop_path_rates, pad_to_multiple, run_block
 
 STAGES = 4
-POOL_SIZES = (4, 2, 1, 1)  # at 224 px always a 14 x 14 grid of statistics
+POOL_SIZES = (4, 2, 1, 1)  # pool sizes of the stages; with images of 224 pixels the first three pool to 14 x 14 cells
 
 
 @MODELS.register_module()
 class PVTDTN(Backbone):
-    """PVT (arXiv 2102.12122) and PVTv2 (arXiv 2106.13797) on maps ``B x H x W x C``, normalised by DTN.
+    """PVT (arXiv 2102.12122) and PVTv2 (arXiv 2106.13797) with DTN, on maps ``B x H x W x C``.
 
     Args:
         arch: ``'tiny' | 'small' | 'medium' | 'large'`` (PVT), ``'b0'`` to ``'b5'`` (PVTv2), or a dict of the fields of
-            ``ARCHS``; with a name under ``'base'``, only of those that differ from it.
-        norm_cfg: Normaliser of the blocks in ``dtn_stages``: ``dict(type='DTN')``; ``dict(type='LN')`` is the published
-            PVT, or any registered one that works on ``B x H x W x C``.
-        dtn_stages: Stages, from 0, whose blocks take ``norm_cfg``.
-        other_norm_cfg: Normaliser of the other blocks, of patch embeddings and spatial reductions, of stages (PVTv2)
-            and of the end; not DTN. Unless it gives ``eps``, the norms of patch embeddings and reductions have 1e-5
-            and the others 1e-6, as published. MMDetection's PVT has 1e-6 everywhere.
-        out_indices: Stages whose maps ``'featmap'`` returns.
-        out_type: ``'featmap'``, a tuple of ``B x C x H x W``, or ``'cls_token'``, a tuple of one ``B x C``, for
-            classification: the class token of PVT, the mean over the last map of PVTv2.
-        img_size: Side of the images for which position embeddings are held; they are resized for others.
+            ``ARCHS``. A dict with a name under ``'base'`` needs only the fields that differ from that architecture.
+        norm_cfg: Normaliser of the blocks in ``dtn_stages``, such as ``dict(type='DTN')`` or any registered normaliser
+            for ``B x H x W x C``. ``dict(type='LN')`` is the published PVT.
+        dtn_stages: Stages, from 0, whose blocks use ``norm_cfg``.
+        other_norm_cfg: Normaliser of all other norms: in the blocks of other stages, in patch embeddings and spatial
+            reductions, after the stages of PVTv2, and at the end of the network. DTN is not supported here. The
+            default ``eps`` is 1e-5 in patch embeddings and reductions and 1e-6 elsewhere, as published. MMDetection's
+            PVT uses 1e-6 everywhere.
+        out_indices: Stages whose maps are returned for ``'featmap'``.
+        out_type: ``'featmap'`` returns a tuple of maps ``B x C x H x W``. ``'cls_token'`` returns a tuple with one
+            ``B x C`` tensor for classification: the class token of PVT, or the mean over the last map of PVTv2.
+        img_size: Side of the images that determines the size of the position embeddings. The embeddings are resized
+            for images of other sizes.
         in_channels: Channels of the image.
-        drop_path_rate: Stochastic depth of the last block; None takes the architecture's.
-        frozen_stages: -1 nothing, 0 the first patch embedding, n also the first n stages.
-        norm_eval: Keep batch norms, should ``norm_cfg`` bring any, in evaluation mode.
-        with_cp: Compute each block again in the backward pass, to save memory.
-        rpe: True adds relative position to the attention in ``dtn_stages``, as DTN's P has it (Eq. 6): three numbers
-            for each head. ``'local'`` starts them as Eq. 7 says.
-        fused: Norms that were fused into their neighbours: tools/model_converters/fuse.py writes this.
-        init_cfg: ``dict(type='Pretrained', checkpoint=..., prefix='backbone.')`` loads what MMPretrain saved.
+        drop_path_rate: Stochastic depth rate of the last block. None uses the architecture's default.
+        frozen_stages: -1 freezes nothing, 0 freezes the first patch embedding, and n > 0 also freezes the first n
+            stages.
+        norm_eval: Keep batch norms in evaluation mode, if ``norm_cfg`` has any.
+        with_cp: Recompute each block in the backward pass to save memory.
+        rpe: True adds a relative position bias with the formula of DTN's P (Eq. 6) to the attention in ``dtn_stages``.
+            It has three parameters per head. ``'local'`` initialises them by Eq. 7.
+        fused: Norms that were fused into neighbouring layers. tools/model_converters/fuse.py sets this option.
+        init_cfg: ``dict(type='Pretrained', checkpoint=..., prefix='backbone.')`` loads a checkpoint of MMPretrain.
 
     Example:
         >>> maps = PVTDTN('tiny')(torch.randn(1, 3, 64, 96))
@@ -74,9 +77,13 @@ class PVTDTN(Backbone):
         super().__init__(frozen_stages, norm_eval, init_cfg)
         a = _arch(arch, norm_cfg)
         if out_type not in ('featmap', 'cls_token'):
-            raise ValueError(f"out_type={out_type!r}: choose 'featmap' (detection) or 'cls_token' (classification).")
+            raise ValueError(
+                f"out_type={out_type!r} does not exist. Choose 'featmap' (detection) or 'cls_token' (classification)."
+            )
         if not set(out_indices) <= set(range(STAGES)) or not set(dtn_stages) <= set(range(STAGES)):
-            raise ValueError(f'out_indices={out_indices} and dtn_stages={dtn_stages} count stages from 0 to 3.')
+            raise ValueError(
+                f'out_indices={out_indices} or dtn_stages={dtn_stages} has invalid stages. Stages are 0 to 3.'
+            )
         self.out_indices = tuple(out_indices)
         self.out_type = out_type
         self.version = a['version']
@@ -84,8 +91,8 @@ class PVTDTN(Backbone):
         self.takes_class_token = out_type == 'cls_token' and self.version == 1
         if self.takes_class_token and (needs_grid(norm_cfg) or rpe) and STAGES - 1 in dtn_stages:
             raise ValueError(
-                'The class token joins PVT at its last stage, where DTN and rpe then have no grid: leave 3 out of '
-                'dtn_stages.'
+                "With out_type='cls_token', the last stage of PVT has a class token and does not support DTN or rpe. "
+                'Remove 3 from dtn_stages.'
             )
 
         drop_path_rate = a['drop_path_rate'] if drop_path_rate is None else drop_path_rate
@@ -97,7 +104,7 @@ class PVTDTN(Backbone):
         for i, width in enumerate(a['widths']):
             side = -(-side // (4 if i == 0 else 2))
             place = Place(a['norm_heads'][i], POOL_SIZES[i], eps=1e-6)
-            near_conv = place._replace(eps=1e-5)  # as published; MMDetection's port has 1e-6
+            near_conv = place._replace(eps=1e-5)  # as published; MMDetection's PVT uses 1e-6
             embed_norm = build_norm(other_norm_cfg, width, near_conv)
             patch_embed = PatchEmbed(channels, width, 4 if i == 0 else 2, second, embed_norm)
             heads, sr_ratio, own = a['num_heads'][i], a['sr_ratios'][i], i in dtn_stages
@@ -134,7 +141,7 @@ class PVTDTN(Backbone):
         for i, stage in enumerate(self.stages):
             x = stage.embed(x if i == 0 else x.permute(0, 3, 1, 2))
             if self.takes_class_token and i == STAGES - 1:
-                # Without a grid, as one row: attention over all tokens and LayerNorm do not ask for more.
+                # The class token and the map become one row of tokens. Attention and LayerNorm do not need the grid.
                 cls = (self.cls_token + self.cls_pos).expand(x.shape[0], -1, -1, -1)
                 x = torch.cat((cls.to(x.dtype), x.flatten(1, 2)[:, None]), 2)
             x = stage.blocks_and_norm(x)
@@ -152,7 +159,10 @@ class PVTDTN(Backbone):
 
 
 class Stage(nn.Module):
-    """A patch embedding, with its position embedding in version 1, and blocks; a norm at the end in version 2."""
+    """A stage of PVT: a patch embedding and blocks.
+
+    Version 1 adds a position embedding after the patch embedding. Version 2 has a norm after the blocks.
+    """
 
     def __init__(
         self,
@@ -170,7 +180,7 @@ class Stage(nn.Module):
         self.norm = norm
 
     def embed(self, x: Tensor) -> Tensor:
-        """``B x C x H x W`` to tokens ``B x h x w x C``."""
+        """Embeds an image or a map ``B x C x H x W`` as tokens ``B x h x w x C``."""
         x = self.patch_embed(x)
         if self.pos_embed is None:
             return x
@@ -187,7 +197,10 @@ class Stage(nn.Module):
 
 
 class PatchEmbed(FusesNorms):
-    """Patches, overlapping in version 2, as tokens: ``B x C x H x W`` to ``B x ceil(H / s) x ceil(W / s) x C'``."""
+    """Patch embedding from ``B x C x H x W`` to ``B x ceil(H / s) x ceil(W / s) x C'``, with stride ``s``.
+
+    The patches of version 2 overlap.
+    """
 
     def __init__(self, in_channels: int, channels: int, stride: int, overlap: bool, norm: nn.Module) -> None:
         super().__init__()
@@ -205,7 +218,7 @@ class PatchEmbed(FusesNorms):
 
 
 def _arch(arch: str | dict, norm_cfg: dict[str, Any]) -> dict[str, Any]:
-    """The fields of an architecture; heads follow the normaliser unless they are said."""
+    """Returns the fields of an architecture. The default numbers of heads depend on the normaliser."""
     heads = DTN_HEADS if issubclass(norm_class(norm_cfg), DTN) else LN_HEADS
     archs = {name: fields | dict(num_heads=heads) for name, fields in ARCHS.items()}
     said = architecture(arch, archs, optional=('norm_heads',))

@@ -24,26 +24,29 @@ MLP_RATIO = 4
 
 @MODELS.register_module()
 class SwinDTN(Backbone):
-    """Swin (arXiv 2103.14030) on maps ``B x H x W x C``, normalised by DTN.
+    """Swin Transformer (arXiv 2103.14030) with DTN, on maps ``B x H x W x C``.
 
     Args:
-        arch: ``'tiny' | 'small' | 'base'``, or a dict of the fields of ``ARCHS``; with a name under ``'base'``, only of
-            those that differ from it. ``norm_heads`` gives DTN other heads than those of the attention.
-        norm_cfg: Normaliser of the blocks: ``dict(type='DTN')``; ``dict(type='LN')`` is the published Swin, or any
-            registered one that works on ``B x H x W x C``.
-        other_norm_cfg: Normaliser of the patch embedding, of patch mergings and of the ends; not DTN.
+        arch: ``'tiny' | 'small' | 'base'``, or a dict of the fields of ``ARCHS``. A dict with a name under ``'base'``
+            needs only the fields that differ from that architecture. ``norm_heads`` is DTN's number of heads in each
+            stage. It defaults to the number of attention heads.
+        norm_cfg: Normaliser of the blocks, such as ``dict(type='DTN')`` or any registered normaliser for
+            ``B x H x W x C``. ``dict(type='LN')`` is the published Swin.
+        other_norm_cfg: Normaliser of the patch embedding, of patch merging and of the outputs. DTN is not supported
+            here.
         pool_sizes: DTN's pool size in each stage.
-        out_indices: Stages whose maps ``'featmap'`` returns, with a norm each.
-        out_type: ``'featmap'``, a tuple of ``B x C x H x W``, or ``'avg_featmap'``, a tuple of one ``B x C``, for
-            classification: the mean over the last map. As in the published models, only ``'featmap'`` shifts the
-            windows of a map that is no larger than one of them.
-        window_size: Side of the windows. A map that they do not fill is padded inside the attention.
-        drop_path_rate: Stochastic depth of the last block; None takes the architecture's.
-        frozen_stages: -1 nothing, 0 the patch embedding, n also the first n stages and their outputs' norms.
-        norm_eval: Keep batch norms, should ``norm_cfg`` bring any, in evaluation mode.
-        with_cp: Compute each block again in the backward pass, to save memory.
-        fused: Norms that were fused into their neighbours: tools/model_converters/fuse.py writes this.
-        init_cfg: ``dict(type='Pretrained', checkpoint=..., prefix='backbone.')`` loads what MMPretrain saved.
+        out_indices: Stages whose maps are returned for ``'featmap'``. Each map has a norm of its own.
+        out_type: ``'featmap'`` returns a tuple of maps ``B x C x H x W``. ``'avg_featmap'`` returns a tuple with the
+            mean over the last map, ``B x C``, for classification. If a map is not larger than a window, its windows
+            are shifted only for ``'featmap'``, as in the published models.
+        window_size: Side of the windows. The attention pads maps whose sides are not multiples of it.
+        drop_path_rate: Stochastic depth rate of the last block. None uses the architecture's default.
+        frozen_stages: -1 freezes nothing, 0 freezes the patch embedding, and n > 0 also freezes the first n stages and
+            the norms of their outputs.
+        norm_eval: Keep batch norms in evaluation mode, if ``norm_cfg`` has any.
+        with_cp: Recompute each block in the backward pass to save memory.
+        fused: Norms that were fused into neighbouring layers. tools/model_converters/fuse.py sets this option.
+        init_cfg: ``dict(type='Pretrained', checkpoint=..., prefix='backbone.')`` loads a checkpoint of MMPretrain.
 
     Example:
         >>> maps = SwinDTN('tiny')(torch.randn(1, 3, 64, 96))
@@ -56,7 +59,7 @@ class SwinDTN(Backbone):
         arch: str | dict = 'tiny',
         norm_cfg: dict = dict(type='DTN'),  # noqa: B006  # MM's convention; never written to
         other_norm_cfg: dict = dict(type='LN'),  # noqa: B006
-        pool_sizes: Sequence[int] = (4, 2, 1, 1),  # at 224 px a 14 x 14 grid of statistics, 7 x 7 in the last stage
+        pool_sizes: Sequence[int] = (4, 2, 1, 1),  # 14 x 14 cells at 224 pixels; 7 x 7 in the last stage
         out_indices: Sequence[int] = (0, 1, 2, 3),
         out_type: str = 'featmap',
         window_size: int = 7,
@@ -70,13 +73,17 @@ class SwinDTN(Backbone):
         super().__init__(frozen_stages, norm_eval, init_cfg)
         a = _arch(arch)
         if out_type not in ('featmap', 'avg_featmap'):
-            raise ValueError(f"out_type={out_type!r}: choose 'featmap' (detection) or 'avg_featmap' (classification).")
+            raise ValueError(
+                f"out_type={out_type!r} does not exist. Choose 'featmap' (detection) or 'avg_featmap' (classification)."
+            )
         if not set(out_indices) <= set(range(STAGES)):
-            raise ValueError(f'out_indices={out_indices} counts stages from 0 to 3.')
+            raise ValueError(f'out_indices={out_indices} has invalid stages. Stages are 0 to 3.')
         if len(pool_sizes) != STAGES:
-            raise ValueError(f'pool_sizes={pool_sizes} should have a value for each of the {STAGES} stages.')
+            raise ValueError(f'pool_sizes={pool_sizes} should have one value for each of the {STAGES} stages.')
         if not isinstance(window_size, int) or window_size < 1:
-            raise ValueError(f'window_size={window_size!r}: give the side of a window in tokens, as 7.')
+            raise ValueError(
+                f'window_size={window_size!r} is not valid. Give the side of a window in tokens, such as 7.'
+            )
         self.out_indices = tuple(out_indices) if out_type == 'featmap' else (STAGES - 1,)
         self.out_type = out_type
         widths = [a['width'] * 2**i for i in range(STAGES)]
@@ -121,7 +128,7 @@ class SwinDTN(Backbone):
     def init_weights(self) -> None:
         super().init_weights()
         if self.init_cfg is None:
-            self.patch_embed.proj.reset_parameters()  # the published Swin leaves it at the convolution's own start
+            self.patch_embed.proj.reset_parameters()  # as published: torch's initialisation
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         x = self.patch_embed(x)
@@ -151,7 +158,7 @@ class PatchMerging(FusesNorms, swin_transformer.PatchMerging):
 
 
 class Stage(nn.Module):
-    """Blocks, from the second stage on after a patch merging that halves the sides of the map."""
+    """A stage of blocks. From the second stage on, patch merging first halves the sides of the map."""
 
     def __init__(self, downsample: nn.Module, blocks: list[Block], with_cp: bool) -> None:
         super().__init__()
@@ -167,14 +174,14 @@ class Stage(nn.Module):
 
 
 class WindowAttention(swin_transformer.WindowAttention):
-    """timm's weights and bias table, applied to a whole map of any size.
+    """Attention within (shifted) windows of a map of any size.
 
-    timm shifts the map before it pads it, so that padding lies between what the shift has joined; MMDetection, whose
-    weights this takes, pads first. timm also builds the mask of all windows for each new size. Here there is none:
-    only windows at the end of a shifted map hold tokens from both of its ends, so four kinds of window are all there
-    are, whatever the size.
+    The parameters are those of timm's ``WindowAttention``. Like MMDetection, and unlike timm, this layer pads the map
+    before it is shifted. Unlike timm, the layer does not build a mask of all windows for each image size. Only windows
+    in the last row or column of a shifted map contain tokens from both ends of the map. Maps of any size therefore have
+    only four kinds of windows, and the layer stores one mask for each kind.
 
-    ``border``: what maps are padded with, if not zeros, as a norm in front was taken in.
+    The map is padded with ``border`` if a norm in front has been fused, and with zeros otherwise.
     """
 
     border: Tensor | None
@@ -187,27 +194,27 @@ class WindowAttention(swin_transformer.WindowAttention):
         super().__init__(channels, num_heads, window_size=window_size)
         self.side = window_size
         self.shift = window_size // 2 if shifted else 0
-        self.shift_alone = shift_alone  # also where the map is no larger than a window
+        self.shift_alone = shift_alone  # whether a map that is not larger than a window is shifted, too
         self.register_buffer('border', None)
         if self.shift:
             self.register_buffer('cuts', _cuts(self.side, self.shift), persistent=False)
 
-    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]  # no mask: the map says what it needs
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]  # takes a map, and no mask
         B, H, W, C = x.shape
         side, K = self.side, self.num_heads
         shift, exporting = self._shift_of(H, W), is_exporting()
         rows, columns = (H + side - 1) // side, (W + side - 1) // side
         below, right = rows * side - H, columns * side - W
-        if exporting or below or right:  # an exported program pads for every size
+        if exporting or below or right:  # an exported program always pads, because its image size is dynamic
             x = pad(x, below, right, self.border)
-        shifts = self.shift > 0 if exporting else shift > 0  # and shifts for every size, where need be by 0
+        shifts = self.shift > 0 if exporting else shift > 0  # an exported program always shifts, possibly by 0
         if shifts:
             x = _roll(x, -shift)
         bias = self.relative_position_bias_table[self.relative_position_index].permute(2, 0, 1)
         if shifts:
             bias = _of_all_windows(bias + self.cuts, rows, columns, shift // self.shift)
         qkv = self.qkv(x).view(B, rows, side, columns, side, 3, K, C // K).permute(5, 0, 1, 3, 6, 2, 4, 7)
-        # Windows with a bias of their own go where heads go, so that the images of a batch share them.
+        # Windows with different biases are in the dimension of heads, so that the images of a batch share the biases.
         q, k, v = qkv.reshape(3, -1, bias.shape[0], side * side, C // K)
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=bias[None].to(q.dtype))
         out = out.view(B, rows, columns, K, side, side, C // K).permute(0, 1, 4, 2, 5, 3, 6)
@@ -217,15 +224,15 @@ class WindowAttention(swin_transformer.WindowAttention):
         return self.proj(x[:, :H, :W].contiguous())
 
     def _shift_of(self, height: int, width: int) -> int:
-        """0 for a map that is no larger than a window, unless ``shift_alone``."""
+        """Returns the shift of a map, which is 0 if the map is not larger than a window, unless ``shift_alone``."""
         if self.shift_alone:
             return self.shift
-        if is_exporting():  # the same without a branch, which would hold for some sizes only
+        if is_exporting():  # a branch on the size would not be exported, so compute the shift without a branch
             return self.shift * torch.sym_min(torch.sym_min(height, width) // (self.side + 1), 1)
         return self.shift if min(height, width) > self.side else 0
 
     def take_in(self, a: Tensor, b: Tensor) -> None:
-        """A norm in front of it."""
+        """Fuses the norm in front of the attention."""
         self.border = border_in_front(self.qkv, self.border, a, b)
         fold_into(self.qkv, a, b)
 
@@ -233,14 +240,18 @@ class WindowAttention(swin_transformer.WindowAttention):
 def _roll(x: Tensor, shift: int) -> Tensor:
     if isinstance(shift, int):
         return x.roll((shift, shift), (1, 2))
-    for axis in (1, 2):  # torch's own becomes a roll by a fixed number in ONNX
+    for axis in (1, 2):  # torch.roll would be exported to ONNX with a fixed shift
         end = (x.shape[axis] - shift) % x.shape[axis]
         x = torch.cat((x.narrow(axis, end, x.shape[axis] - end), x.narrow(axis, 0, end)), axis)
     return x
 
 
 def _cuts(side: int, shift: int) -> Tensor:
-    """``2 x 2 x 1 x N x N``, by whether a shifted window is in the last row and column: which tokens are far apart."""
+    """Returns the attention masks of the four kinds of shifted windows, ``2 x 2 x 1 x N x N``.
+
+    The first two dimensions tell whether a window is in the last row and in the last column. The masks are ``-inf``
+    between tokens from different ends of the map.
+    """
     token = torch.arange(side * side)
     from_top, from_left = token // side >= side - shift, token % side >= side - shift
     across_rows, across_columns = (end[:, None] != end for end in (from_top, from_left))
@@ -249,16 +260,17 @@ def _cuts(side: int, shift: int) -> Tensor:
 
 
 def _of_all_windows(kinds: Tensor, rows: int, columns: int, shifted: int) -> Tensor:
-    """``2 x 2 x K x N x N``, by whether a window is in the last row and column, to ``(rows columns K) x N x N``.
+    """Selects the bias of each window, from ``2 x 2 x K x N x N`` to ``(rows columns K) x N x N``.
 
-    ``shifted``: 1, or 0 for a map whose ends meet in no window.
+    The first two dimensions of ``kinds`` tell whether a window is in the last row and in the last column. ``shifted``
+    is 1 for a shifted map and 0 otherwise.
     """
     row, column = ((torch.arange(n, device=kinds.device) == n - 1).long() * shifted for n in (rows, columns))
     return kinds.index_select(0, row).index_select(1, column).flatten(0, 2)
 
 
 def _arch(arch: str | dict) -> dict[str, Any]:
-    """The fields of an architecture; DTN's heads are the attention's unless they are said."""
+    """Returns the fields of an architecture. The default of ``norm_heads`` is the attention's number of heads."""
     said = architecture(arch, ARCHS, optional=('norm_heads',))
     return dict(norm_heads=said['num_heads']) | said
 

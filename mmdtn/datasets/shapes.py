@@ -1,7 +1,7 @@
-"""Generated pictures of shapes on textured ground, with exact visible masks: as arrays, COCO files or class folders.
+"""Generates images of shapes on textured backgrounds, with exact masks, as arrays, COCO files or class folders.
 
-``checked`` and ``striped`` have outlines of one kind and differ in texture only; ``cross``, ``ring`` and ``triangle``
-have textures of one kind and differ in outline only. All that is drawn follows from the seed.
+The classes ``checked`` and ``striped`` differ only in texture. The classes ``cross``, ``ring`` and ``triangle`` differ
+only in outline. The same seed always gives the same images.
 """
 
 import json
@@ -21,22 +21,25 @@ Array = NDArray[Any]
 
 CLASSES = ('checked', 'cross', 'ring', 'striped', 'triangle')  # alphabetical, as class folders are read
 METAINFO = dict(classes=CLASSES, palette=[(230, 60, 60), (60, 160, 240), (250, 190, 40), (60, 190, 90), (190, 90, 220)])
-VERSION = 1  # to be raised with every change of what a seed gives
-TRAIN, VAL = 1200, 100  # pictures, unless said
+VERSION = 1  # increase this number with every change of the images that a seed gives
+TRAIN, VAL = 1200, 100  # default numbers of images
 SPLITS = ('train', 'val')
-RECORD = 'shapes.json'  # in a finished data set: what it was made with
+RECORD = 'shapes.json'  # file in a finished data set with the arguments that it was made with
 
-MIN_VISIBLE = 0.5  # of an object's area, counting what lies outside the picture; what shows less is not drawn at all
-MIN_AREA = 40  # pixels
+# An object is drawn only if at least this share of its whole area, including parts outside the image, is visible.
+MIN_VISIBLE = 0.5
+MIN_AREA = 40  # smallest visible area of an object in pixels
 
 
 def draw_scene(
     rng: Generator, height: int, width: int, labels: Sequence[int] | Array, sizes: Sequence[float] | Array
 ) -> tuple[Array, Array, Array]:
-    """Objects with these ``labels`` and ``sizes`` (diameters in pixels), each painted over the ones before it.
+    """Draws objects with the given labels and sizes, which are diameters in pixels.
 
-    Returns the RGB picture ``height x width x 3``, the ``N`` labels that are left and their visible masks
-    ``N x height x width``: objects of which almost nothing would be seen are left out of the picture.
+    Later objects cover earlier ones. Objects that would be mostly hidden are not drawn.
+
+    Returns the RGB image ``height x width x 3``, the labels of the ``N`` objects that were drawn, and the masks of
+    their visible parts, ``N x height x width``.
     """
     image = _ground(rng, height, width)
     objects = [_Object(rng, label, size, height, width) for label, size in zip(labels, sizes, strict=True)]
@@ -57,7 +60,10 @@ def draw_scene(
 
 
 class _Object:
-    """An outline at a place: its signed distance in pixels, negative inside, on a window of the picture."""
+    """An object with a position and an outline.
+
+    ``distance`` is the signed distance to the outline in pixels, negative inside, on a window of the image.
+    """
 
     def __init__(self, rng: Generator, label: int, size: float, height: int, width: int) -> None:
         self.label = label
@@ -80,7 +86,7 @@ class _Object:
         self.u, self.v, self.distance = u[inside], v[inside], distance[inside]
 
     def paint(self, image: Array, rng: Generator) -> None:
-        """Over ``image``, in place; a pixel's worth of soft edge."""
+        """Paints the object on ``image`` in place, with an edge that is smoothed over one pixel."""
         ground = image[self.window]
         first, second = _colours(rng, ground.mean((0, 1)))
         mix = (self.texture(rng, self.u, self.v, self.radius)[..., None] + 1) / 2
@@ -89,7 +95,7 @@ class _Object:
 
 
 def _visible(objects: Sequence[_Object], height: int, width: int) -> Array:
-    """Masks ``N x height x width`` of what the later objects leave of each."""
+    """Computes masks of the visible parts of all objects, ``N x height x width``. Later objects cover earlier ones."""
     masks = np.zeros((len(objects), height, width), dtype=bool)
     for i, thing in enumerate(objects):
         inside = thing.distance < 0
@@ -98,7 +104,8 @@ def _visible(objects: Sequence[_Object], height: int, width: int) -> Array:
     return masks
 
 
-# Outlines: signed distance to the edge from coordinates in units of the radius, negative inside.
+# Outlines. Each function computes the signed distance to the edge, which is negative inside the outline. Coordinates
+# and distances are in units of the radius.
 
 
 def _blob(rng: Generator, u: Array, v: Array) -> Array:
@@ -127,7 +134,8 @@ def _triangle(rng: Generator, u: Array, v: Array) -> Array:
     return np.max([u * math.cos(n) + v * math.sin(n) - math.cos(h) for n, h in zip(normals, halves, strict=True)], 0)
 
 
-# Textures: the mix of two colours, from -1 to 1, from the same coordinates and the radius in pixels.
+# Textures. Each function computes the mix of two colours, from -1 to 1. ``u`` and ``v`` are in units of the radius, and
+# the radius is in pixels.
 
 
 def _stripes(rng: Generator, u: Array, v: Array, radius: float) -> Array:
@@ -164,7 +172,7 @@ _KINDS: dict[str, tuple[_Outline, tuple[_Texture, ...]]] = dict(
 
 
 def _ground(rng: Generator, height: int, width: int) -> Array:
-    """Two colours mixed by coarse and fine noise and, in every second picture, faint stripes."""
+    """Draws the background: two colours mixed by coarse and fine noise and, in half of the images, faint stripes."""
     first, second = rng.uniform(40, 215, (2, 3))
     mix = 0.5 * _noise(rng, height, width, 40) + 0.2 * _noise(rng, height, width, 8)
     if rng.random() < 0.5:
@@ -176,13 +184,13 @@ def _ground(rng: Generator, height: int, width: int) -> Array:
 
 
 def _noise(rng: Generator, height: int, width: int, scale: int) -> Array:
-    """Smooth noise of about unit size, with spots of about ``scale`` pixels."""
+    """Draws smooth noise with a standard deviation of about 1 and spots of about ``scale`` pixels."""
     coarse = rng.normal(size=(height // scale + 2, width // scale + 2)).astype(np.float32)
     return np.asarray(Image.fromarray(coarse).resize((width, height), Image.Resampling.BICUBIC), dtype=np.float64)
 
 
 def _colours(rng: Generator, ground: Array) -> tuple[Array, Array]:
-    """Two colours that differ from each other in brightness, and from the ground in colour."""
+    """Draws two colours that differ from each other in brightness and from the background in colour."""
     while True:
         first, second = rng.uniform(0, 255, (2, 3))
         apart = min(abs(first - ground).max(), abs(second - ground).max())
@@ -193,15 +201,18 @@ def _colours(rng: Generator, ground: Array) -> tuple[Array, Array]:
 def write_coco(
     root: str | Path, train: int = TRAIN, val: int = VAL, seed: int = 0, sides: tuple[int, int] = (128, 224)
 ) -> Path:
-    """A data set in COCO's layout under ``root``: ``annotations/instances_{train,val}.json``, ``train/`` and ``val/``.
+    """Writes a detection data set in COCO's layout.
+
+    The images are in ``root/train`` and ``root/val``, and the annotations in
+    ``root/annotations/instances_{train,val}.json``.
 
     Args:
-        root: Directory to make; one that holds this very data set already is kept as it is, another generated one is
-            replaced, anything else is an error.
-        train: Pictures for training.
-        val: Pictures for validation.
-        seed: Same seed, same bytes; each picture depends on the seed, its split, its number and ``sides`` only.
-        sides: Smallest and largest side of a picture in pixels.
+        root: Directory to create. A data set with the same arguments is kept and a different generated one is replaced.
+            Any other existing content is an error.
+        train: Number of training images.
+        val: Number of validation images.
+        seed: Random seed. Each image depends only on the seed, its split, its number and ``sides``.
+        sides: Smallest and largest side of an image in pixels.
     """
     return _write(root, _write_coco_split, dict(kind='coco', train=train, val=val, seed=seed, sides=list(sides)))
 
@@ -209,35 +220,36 @@ def write_coco(
 def write_classification(
     root: str | Path, train: int = TRAIN, val: int = VAL, seed: int = 0, sides: tuple[int, int] = (56, 80)
 ) -> Path:
-    """One object a picture, under ``root/train/CLASS`` and ``root/val/CLASS``, as many of each class.
+    """Writes a classification data set with one object per image, to ``root/train/CLASS`` and ``root/val/CLASS``.
 
-    MMPretrain's ``CustomDataset`` and torchvision's ``ImageFolder`` read it. Arguments as in :func:`write_coco`.
+    The images are divided equally among the classes. MMPretrain's ``CustomDataset`` and torchvision's ``ImageFolder``
+    can read the data set. The arguments are those of :func:`write_coco`.
     """
     record = dict(kind='classification', train=train, val=val, seed=seed, sides=list(sides))
     return _write(root, _write_classification_split, record)
 
 
 def _write(root: str | Path, write_split: Callable[..., None], record: dict[str, Any]) -> Path:
-    """Everything in a temporary directory first: under its name, a data set is whole or absent."""
+    """Writes a data set to a temporary directory and then renames it, so that no partial data set is left."""
     low, high = record['sides']
     if min(record['train'], record['val']) < 1 or not 32 <= low <= high:
         raise ValueError(
-            f'train={record["train"]}, val={record["val"]}, sides={(low, high)}: at least one picture in each split, '
-            'and sides as (smallest, largest), no less than 32 pixels.'
+            f'train={record["train"]}, val={record["val"]}, sides={(low, high)} are not valid. Give at least one image '
+            'per split, and sides as (smallest, largest) of at least 32 pixels.'
         )
     root = Path(root)
     record = dict(version=VERSION, **record)
     if _is_whole(root, record):
         return root
     if root.exists() and not (root / RECORD).exists() and (not root.is_dir() or any(root.iterdir())):
-        raise FileExistsError(f'{root} holds something else than generated shapes: name another directory.')
+        raise FileExistsError(f'{root} is not a generated data set and is not replaced. Give another directory.')
     root.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f'.{root.name}-', dir=root.parent) as temporary:
         new = Path(temporary, 'new')
         for split in SPLITS:
             write_split(new, split, record)
         (new / RECORD).write_text(json.dumps(record))
-        if _is_whole(root, record):  # another process was faster
+        if _is_whole(root, record):  # another process has written it in the meantime
             return root
         if root.exists():
             shutil.move(root, Path(temporary, 'old'))
@@ -246,7 +258,7 @@ def _write(root: str | Path, write_split: Callable[..., None], record: dict[str,
 
 
 def _is_whole(root: Path, record: dict[str, Any]) -> bool:
-    """Whether ``root`` was made with ``record`` and has all its pictures and annotations still."""
+    """Tells whether ``root`` was made with the arguments in ``record`` and still has all images and annotations."""
     if not (root / RECORD).is_file() or json.loads((root / RECORD).read_text()) != record:
         return False
     if record['kind'] == 'coco' and not all((root / annotations_of(split)).is_file() for split in SPLITS):
@@ -259,7 +271,7 @@ def annotations_of(split: str) -> str:
 
 
 def _generator(record: dict[str, Any], split: str, index: int) -> Generator:
-    """One for each picture, so that none depends on how many others there are."""
+    """Returns the random generator of one image. With its own generator an image does not depend on other images."""
     return np.random.default_rng((record['seed'], SPLITS.index(split), index))
 
 
@@ -305,7 +317,7 @@ def _write_classification_split(root: Path, split: str, record: dict[str, Any]) 
         while True:
             size = rng.uniform(0.5, 0.8) * min(height, width)
             picture, kept, _ = draw_scene(rng, height, width, [label], [size])
-            if len(kept):  # one too far over the edge is not drawn
+            if len(kept):  # an object that is mostly outside the image is not drawn
                 break
         _save(picture, root / split / CLASSES[label] / f'{index + 1:06d}.jpg')
 
@@ -315,9 +327,9 @@ def _save(picture: Array, path: Path) -> None:
 
 
 def _run_lengths(mask: Array) -> list[int]:
-    """COCO's uncompressed run-length code: by columns, starting with the number of zeros.
+    """Encodes a mask with COCO's uncompressed run-length code, by columns, starting with the number of zeros.
 
-    Unlike polygons it is exact, and it knows holes.
+    Unlike polygons, this code is exact and supports holes.
     """
     flat = mask.ravel(order='F')
     edges = np.flatnonzero(np.diff(flat)) + 1
@@ -326,7 +338,7 @@ def _run_lengths(mask: Array) -> list[int]:
 
 
 def _tight_box(mask: Array) -> list[int]:
-    """``x, y, width, height``."""
+    """Returns the bounding box of a mask as ``x, y, width, height``."""
     rows, columns = np.flatnonzero(mask.any(1)), np.flatnonzero(mask.any(0))
     left, top = int(columns[0]), int(rows[0])
     return [left, top, int(columns[-1]) + 1 - left, int(rows[-1]) + 1 - top]

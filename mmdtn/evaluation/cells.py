@@ -1,4 +1,7 @@
-"""A model tested on clean and on corrupted pictures: what its config measures, for each cell, corruption x severity."""
+"""Tests a model on clean and corrupted images with the metrics of its config.
+
+A cell is one corruption with one severity. The results of all cells are stored in ``cells.json``.
+"""
 
 import copy
 import hashlib
@@ -27,7 +30,7 @@ from mmdtn.registry import class_of
 from .robustness import SubsetAccuracy, imagenet_folders
 
 CLEAN = 'clean'
-Cells = dict[str, dict[str, float]]  # by 'clean' or 'corruption/severity', what was measured
+Cells = dict[str, dict[str, float]]  # measured metrics, by 'clean' or 'corruption/severity'
 
 
 def cell_name(corruption: str, severity: int) -> str:
@@ -36,7 +39,7 @@ def cell_name(corruption: str, severity: int) -> str:
 
 @dataclass
 class CellFile:
-    """``cells.json``: of each model what it is, and the cells that are finished. Written whole after each cell."""
+    """The file ``cells.json`` with the finished cells of each model. The file is rewritten after each cell."""
 
     path: Path
     models: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -46,13 +49,13 @@ class CellFile:
         return cls(path, json.loads(path.read_text()) if path.exists() else {})
 
     def cells_of(self, label: str, made_with: dict[str, Any]) -> Cells:
-        """Of a model; an error if those that are there were measured on something else."""
+        """Returns the cells of a model. Raises an error if existing cells were measured with other settings."""
         model = self.models.setdefault(label, dict(made_with=made_with, cells={}))
         for key, value in made_with.items():
             if model['made_with'].get(key) != value:
                 raise UserError(
-                    f'{self.path} has cells of {label} with {key} {model["made_with"].get(key)}, not {value}: '
-                    'name another --out.'
+                    f'{self.path} has cells of {label} with {key} {model["made_with"].get(key)} instead of {value}. '
+                    'Give another --out.'
                 )
         return model['cells']
 
@@ -66,7 +69,7 @@ def digest(checkpoint: str) -> str:
 
 
 def settings_digest(cfg: Config) -> str:
-    """Of what decides what a cell measures."""
+    """Returns a hash of the settings that the results of a cell depend on."""
     decides = cfg.model, cfg.test_dataloader.dataset, cfg.test_evaluator
     return _short(json.dumps(decides, sort_keys=True, default=repr).encode())
 
@@ -76,16 +79,19 @@ def _short(content: bytes) -> str:
 
 
 class CellTester:
-    """A model on its test set, whole or some pictures of it, one cell after the other."""
+    """Tests a model, cell by cell, on its whole test set or on a limited number of images."""
 
     def __init__(self, cfg: Config, checkpoint: str, strict: bool = False, pictures: int | None = None) -> None:
         self.cfg = copy.deepcopy(cfg)
         self.cfg.load_from, self.cfg.resume = checkpoint, False
         add_hook(self.cfg, type='CheckWeightsHook')
         if 'pipeline' not in self.cfg.test_dataloader.dataset:
-            raise UserError('the test data set wraps others: name one with a pipeline of its own.')
+            raise UserError(
+                'The test data set has no pipeline, because it wraps other data sets. Use a data set with a pipeline '
+                'of its own in test_dataloader.'
+            )
         self.pipeline, self.pictures = self.cfg.test_dataloader.dataset.pipeline, pictures
-        with TemporaryDirectory() as folder:  # each process has its own
+        with TemporaryDirectory() as folder:  # every process uses a directory of its own
             annotated = pictures is not None and _fewer_annotated_pictures(self.cfg, pictures, Path(folder))
             self.runner: Runner = build_runner(self.cfg)
             check_data(self.runner, ('test',), strict)
@@ -101,32 +107,38 @@ class CellTester:
         return self._test(self.dataset, self.pipeline)
 
     def corrupted(self, name: str, severity: int) -> dict[str, float]:
-        """On the test set's pictures, corrupted while they are loaded."""
+        """Tests the model on the images of the test set, which are corrupted while they are loaded."""
         return self._test(self.dataset, with_corruption(self.pipeline, name, severity))
 
     def stored(self, folder: Path) -> dict[str, float]:
-        """On the pictures of one cell in class folders; those of the size that the pipeline makes are not resized."""
+        """Tests the model on stored images of one cell, in class folders.
+
+        If the images already have the size that the test pipeline produces, they are neither resized nor cropped.
+        """
         there = self._folders(folder)
         own = self.dataset.metainfo.get('classes') or ()
         if len(there.metainfo['classes']) != len(own):
             raise UserError(
                 f'{folder} has {len(there.metainfo["classes"])} class folders, but the test set of the config has '
-                f'{len(own)} classes: labels count the folders.'
+                f'{len(own)} classes. Both numbers must be equal, because labels are the indices of folders.'
             )
         finished = [self.pipeline[0], self.pipeline[-1]]
         resized, stored = (_size(self.pipeline, self.dataset), _size(finished, there))
         return self._test(there, finished if stored == resized else self.pipeline)
 
     def renditions(self, folder: Path) -> dict[str, float]:
-        """On class folders of some of the classifier's classes, and on those classes of the clean test set."""
+        """Tests a classifier on class folders of some of its classes, and on the same classes of the clean test set."""
         there = self._folders(folder)
         names = list(there.metainfo['classes'])
         own = list(self.dataset.metainfo.get('classes') or ())
         outputs = own if set(names) <= set(own) else list(imagenet_folders())
         if unknown := [name for name in names if name not in outputs]:
-            raise UserError(f'{folder}/{unknown[0]} is neither a class of the test set nor a folder of ImageNet.')
+            raise UserError(
+                f'{folder}/{unknown[0]} is neither a class of the test set nor a class folder of ImageNet. Rename or '
+                'remove the folder.'
+            )
         if own and len(own) != len(outputs):
-            raise UserError(f'{folder} has classes of ImageNet, but the classifier has {len(own)} of other names.')
+            raise UserError(f'{folder} has classes of ImageNet, but the classifier has {len(own)} other classes.')
         found = self._test(there, self.pipeline, SubsetAccuracy(outputs=outputs))
         clean = self._test(self.dataset, self.pipeline, SubsetAccuracy(names, outputs))
         return {
@@ -140,7 +152,7 @@ class CellTester:
 
     def _folders(self, root: Path) -> Any:
         if not root.is_dir():
-            raise UserError(f'{root} is no directory of class folders.')
+            raise UserError(f'{root} does not exist or is not a directory. Give a directory of class folders.')
         dataset = DATASETS.build(dict(type='mmpretrain.CustomDataset', data_root=str(root), pipeline=[]))
         self._leave_some(dataset)
         return dataset
@@ -151,42 +163,50 @@ class CellTester:
 
     def _test(self, dataset: Any, pipeline: Sequence[dict], metric: Any = None) -> dict[str, float]:
         dataset.pipeline = Compose(list(pipeline))
-        # A loader of its own: workers that stay would have the pipeline that they began with.
+        # Build a new loader for each cell, because persistent workers would keep the previous pipeline.
         loader = dict(self.cfg.test_dataloader, dataset=dataset)
         self.loop.dataloader = self.runner.build_dataloader(loader)
         self.loop.evaluator = self.evaluator if metric is None else Evaluator(metric)
         self.loop.evaluator.dataset_meta = dataset.metainfo
         measured = self.loop.run()
-        if not measured:  # by MMDetection's COCO metric where nothing was found, as in pictures full of noise
+        if not measured:  # MMDetection's COCO metric returns nothing if no image has a detection
             kinds = ((m.prefix, kind) for m in self.loop.evaluator.metrics for kind in getattr(m, 'metrics', ()))
             measured = {f'{prefix}/{kind}_mAP': 0.0 for prefix, kind in kinds}
         return {key: float(value) for key, value in measured.items()}
 
 
 def _size(pipeline: Sequence[dict], dataset: Any) -> tuple[int, ...]:
-    """What a pipeline makes of the first picture: height and width."""
+    """Returns height and width of the first image after the pipeline."""
     return tuple(Compose(list(pipeline))(dataset.get_data_info(0))['inputs'].shape[-2:])
 
 
 def stored_cells(root: Path, names: Sequence[str], severities: Sequence[int]) -> Iterator[tuple[str, int, Path]]:
-    """Folders ``CORRUPTION/SEVERITY`` of ImageNet-C under ``root``, or under the groups that its archives have."""
+    """Yields corruption, severity and folder of the stored cells of ImageNet-C.
+
+    The folders are ``CORRUPTION/SEVERITY`` under ``root``, or under the folders of groups that the archives contain.
+    """
     group_of = {name: group for group, members in GROUPS.items() for name in members}
     for name in names:
         places = [root / name, root / group_of[name] / name]
         found = next((place for place in places if place.is_dir()), None)
         if found is None:
-            raise UserError(f'{root} has neither {name}/ nor {group_of[name]}/{name}/.')
+            raise UserError(
+                f'{root} has neither {name}/ nor {group_of[name]}/{name}/. Give the folder of the extracted archives.'
+            )
         for severity in severities:
             yield name, severity, found / str(severity)
 
 
 def _evenly(total: int, wanted: int) -> list[int]:
-    """As many places, spread over the whole: data sets of folders have a class after the other."""
+    """Returns evenly spaced indices, because the images of a data set of class folders are sorted by class."""
     return np.linspace(0, total - 1, min(wanted, total)).round().astype(int).tolist()
 
 
 def _fewer_annotated_pictures(cfg: Config, pictures: int, folder: Path) -> bool:
-    """Gives data set and metric a COCO file of some pictures: COCO's metric counts what it does not see as missed."""
+    """Replaces the annotation file of a COCO test set by one with fewer images. Returns False for other test sets.
+
+    COCO's metric counts the objects of all annotated images, so images that are not tested must not be annotated.
+    """
     evaluators = cfg.test_evaluator if isinstance(cfg.test_evaluator, list) else [cfg.test_evaluator]
     annotated = [e for e in evaluators if 'ann_file' in e and 'CocoMetric' in str(class_of(e, METRICS))]
     if not annotated:

@@ -1,4 +1,4 @@
-"""The loss on test pictures, which MMPretrain's metrics leave out."""
+"""Cross-entropy as a metric of classifiers, which MMPretrain does not provide."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,9 +11,12 @@ from mmengine.registry import METRICS
 
 @METRICS.register_module()
 class CrossEntropy(BaseMetric):
-    """Mean cross-entropy of a classifier's scores, ``loss/cross_entropy``: ``val_evaluator=[..., dict(type=...)]``.
+    """Metric ``loss/cross_entropy``, the mean cross-entropy of a classifier's scores.
 
-    Of the classes alone: without the smoothing, mixing or distillation that a training loss may have.
+    Unlike a training loss, this metric never includes label smoothing, mixup or distillation.
+
+    Example:
+        val_evaluator = [dict(type='Accuracy'), dict(type='mmengine.CrossEntropy')]
     """
 
     default_prefix = 'loss'
@@ -23,8 +26,8 @@ class CrossEntropy(BaseMetric):
             scores = sample['pred_score'].double()
             labels = sample['gt_label'].to(scores.device)
             if labels.numel() != 1:
-                raise ValueError(f'CrossEntropy wants pictures of one class, but one has {labels.tolist()}.')
-            # A share of 0 in float32 has an infinite logarithm; its smallest normal number is as bad as can be told.
+                raise ValueError(f'CrossEntropy needs images with one label, but one has {labels.tolist()}.')
+            # The logarithm of a score of 0 is infinite, so use the smallest normal number of float32 instead.
             logs = scores.clamp(min=torch.finfo(torch.float32).tiny).log()
             self.results.append(F.nll_loss(logs[None], labels.view(1)).item())
 

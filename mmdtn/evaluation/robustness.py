@@ -1,7 +1,8 @@
-"""What corruptions cost: ImageNet-C's errors, COCO-C's APs, and the accuracy on the classes of ImageNet-R.
+"""Metrics of robustness: errors on ImageNet-C, APs on COCO-C, and accuracy on the classes of ImageNet-R.
 
-Errors are shares, from 0 to 1. Two numbers go by the name of mCE: the mean of a model's plain errors, here
-``mean_error``, which the paper of DTN has in its Table 6; and what ImageNet-C's authors defined, in AlexNet's errors.
+Errors are between 0 and 1. Two different metrics are called mCE in the literature. The authors of ImageNet-C define it
+relative to the errors of AlexNet, as :func:`mean_corruption_error` does. Table 6 of the DTN paper reports the mean of
+the plain errors, which :func:`mean_error` computes.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,7 +16,7 @@ from mmengine.registry import METRICS
 
 from mmdtn.datasets.corruption import BENCHMARK
 
-# Top-1 errors of AlexNet, means of the five severities, as published with ImageNet-C.
+# Top-1 errors of AlexNet, averaged over the five severities, as published with ImageNet-C.
 ALEXNET = dict(
     gaussian_noise=0.886428,
     shot_noise=0.894468,
@@ -37,53 +38,58 @@ ALEXNET = dict(
     spatter=0.717512,
     saturate=0.658248,
 )
-BySeverity = Mapping[str, Sequence[float]]  # for each corruption a value for each severity
+BySeverity = Mapping[str, Sequence[float]]  # one value per severity, by corruption
 
 
 def mean_error(errors: BySeverity) -> float:
-    """Plain mean over all corruptions and severities."""
+    """Computes the mean of the errors over all corruptions and severities."""
     return float(np.mean([np.mean(values) for values in errors.values()]))
 
 
 def corruption_error(name: str, errors: Sequence[float]) -> float:
-    """CE in percent: the errors at the five severities, in units of AlexNet's."""
+    """Computes the corruption error CE in percent: the mean error over five severities, divided by AlexNet's."""
     if len(errors) != 5:
-        raise ValueError(f'CE of {name} is of all five severities, but got {len(errors)} errors.')
+        raise ValueError(f'CE of {name} needs the errors of all five severities, but got {len(errors)} errors.')
     return 100 * float(np.mean(errors)) / ALEXNET[name]
 
 
 def mean_corruption_error(errors: BySeverity) -> float:
-    """mCE in percent: the mean of the corruptions' CE."""
+    """Computes mCE in percent, the mean of the corruption errors."""
     return float(np.mean([corruption_error(name, values) for name, values in errors.items()]))
 
 
 def is_whole_benchmark(values: BySeverity) -> bool:
-    """Whether a mean over these may be called by the benchmark's name: its 15 corruptions, in five severities each."""
+    """Tells whether the values cover the whole benchmark: its 15 corruptions in five severities each."""
     return set(values) == set(BENCHMARK) and all(len(v) == 5 for v in values.values())
 
 
 def performance(clean: float, corrupted: BySeverity) -> dict[str, float]:
-    """COCO-C's three numbers of a metric that is better when higher: P, mPC, and rPC, what is left of P, in percent."""
+    """Computes the metrics of COCO-C from a metric for which higher is better.
+
+    P is the performance on clean images, mPC the mean performance under corruption, and rPC is ``100 * mPC / P``.
+    """
     mean = float(np.mean([np.mean(values) for values in corrupted.values()]))
     return dict(P=clean, mPC=mean, rPC=100 * mean / clean if clean else float('nan'))
 
 
 @cache
 def imagenet_folders() -> list[str]:
-    """ImageNet's thousand class folders (wnids) in the order of a classifier's outputs."""
+    """Returns the names of ImageNet's 1000 class folders (wnids) in the order of a classifier's outputs."""
     return sorted(resources.files('timm').joinpath('data/_info/imagenet_synsets.txt').read_text().split())
 
 
 @METRICS.register_module()
 class SubsetAccuracy(BaseMetric):
-    """Top-1 among some of a classifier's classes, as ImageNet-R is tested: 200 columns of 1000.
+    """Top-1 accuracy on a subset of a classifier's classes.
 
-    ``top1_of_N`` takes the best of those N columns, ``top1_of_all`` the best of all of the classifier's.
+    ImageNet-R, for example, has 200 of the 1000 classes of ImageNet. ``top1_of_N`` predicts the best of the N classes
+    in the subset, and ``top1_of_all`` the best of all classes.
 
     Args:
-        classes: Names of the columns, for data that is labelled by the classifier's outputs: pictures of other classes
-            are left out. None takes the class folders of the data set, by which its labels count then.
-        outputs: Names of the classifier's outputs, in order; None: ImageNet's thousand.
+        classes: Names of the classes in the subset, for data whose labels are indices of the classifier's outputs.
+            Images of other classes are ignored. With None, the subset is the class folders of the data set, and labels
+            are indices of these folders.
+        outputs: Names of the classifier's outputs, in order. None means the 1000 classes of ImageNet.
 
     Example:
         test_evaluator = dict(type='mmengine.SubsetAccuracy')
@@ -103,8 +109,8 @@ class SubsetAccuracy(BaseMetric):
             outputs = list(self.outputs or imagenet_folders())
             if len(scores) != len(outputs):
                 raise ValueError(
-                    f'the classifier has {len(scores)} outputs, but outputs= names {len(outputs)}'
-                    f'{"" if self.outputs else ", the classes of ImageNet"}.'
+                    f'The classifier has {len(scores)} outputs, but outputs has {len(outputs)} names'
+                    f'{"" if self.outputs else ", the classes of ImageNet"}. Set outputs to the names of its classes.'
                 )
             self.results.append((scores, int(sample['gt_label'])))
 
@@ -115,7 +121,10 @@ class SubsetAccuracy(BaseMetric):
         assert self.dataset_meta is not None
         names = list(self.dataset_meta['classes'] if self.classes is None else self.classes)
         if unknown := [name for name in names if name not in place]:
-            raise ValueError(f'no output of the classifier is {unknown[0]!r}; folders are named as its classes.')
+            raise ValueError(
+                f'The classifier has no output {unknown[0]!r}. Give classes, or class folders, that are named as in '
+                'outputs.'
+            )
         columns = np.array([place[name] for name in names])
         scores = np.array([score for score, _ in results])
         labels = np.array([columns[label] if by_folder else label for _, label in results])

@@ -1,4 +1,4 @@
-"""From a config and a checkpoint to a file that runs without either, and without MM packages."""
+"""Exports a trained model to a file that runs without its config, its checkpoint and the MM packages."""
 
 from .export import FILE_KINDS, export
 

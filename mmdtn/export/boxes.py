@@ -1,4 +1,4 @@
-"""What an anchor head of MMDetection computes, as boxes: in operations that every size of image shares."""
+"""Decodes the outputs of MMDetection's anchor heads to boxes, with operations that support dynamic image sizes."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -9,8 +9,8 @@ from torchvision.ops import nms
 
 from mmdtn.errors import UserError
 
-INSTEAD = 'Export what the head computes, with --raw.'
-NMS_OPTIONS = {'type', 'iou_threshold', 'class_agnostic', 'split_thr'}  # the last changes memory alone
+INSTEAD = 'Use --raw to export the outputs of the head instead.'
+NMS_OPTIONS = {'type', 'iou_threshold', 'class_agnostic', 'split_thr'}  # split_thr only changes memory use
 
 
 class Suppression:
@@ -20,18 +20,22 @@ class Suppression:
         unknown = cfg.nms.keys() - NMS_OPTIONS
         if cfg.nms.type != 'nms' or unknown or cfg.get('min_bbox_size', -1) > 0:
             raise UserError(
-                f'test_cfg has nms={dict(cfg.nms)}, min_bbox_size={cfg.get("min_bbox_size", -1)}: exported boxes have '
-                f"type='nms' with {', '.join(sorted(NMS_OPTIONS - {'type'}))}, and no smallest size. {INSTEAD}"
+                f'test_cfg has nms={dict(cfg.nms)} and min_bbox_size={cfg.get("min_bbox_size", -1)}, which cannot be '
+                f"exported. Exported boxes support type='nms' with {', '.join(sorted(NMS_OPTIONS - {'type'}))}, and no "
+                f'min_bbox_size above 0. {INSTEAD}'
             )
         self.limit, self.iou = cfg.max_per_img, cfg.nms.iou_threshold
         self.apart = not cfg.nms.get('class_agnostic', False)
         self.drops_empty = cfg.get('min_bbox_size', -1) == 0
 
     def __call__(self, boxes: Tensor, scores: Tensor, groups: Tensor, good: Tensor) -> Tensor:
-        """The places of those ``good`` boxes that no better one of their group covers, the best first."""
-        if self.drops_empty:  # such as were clipped to a line at the edge
+        """Returns the indices of the boxes that are kept, sorted by score.
+
+        Only ``good`` boxes are considered. A box is suppressed by boxes of its own group only.
+        """
+        if self.drops_empty:  # clipping at the border of the image can make boxes empty
             good = good & (boxes[:, 2:] > boxes[:, :2]).all(1)
-        # Groups side by side, so that no box covers one of another.
+        # Shift each group to a region of its own, so that boxes of different groups never overlap.
         moved = boxes + groups[:, None] * (boxes.max() + 1) * self.apart
         places = good.nonzero()[:, 0]
         kept = nms(moved.index_select(0, places), scores.index_select(0, places), self.iou)
@@ -39,12 +43,12 @@ class Suppression:
 
 
 class AnchorBoxes(nn.Module):
-    """Scores and deltas of each level, of one image, to boxes, scores and labels after non-maximum suppression.
+    """Computes boxes, scores and labels of one image from the outputs of an anchor head, with NMS.
 
-    MMDetection's own branches on numbers of boxes. Here each level has ``nms_pre`` candidates, of which those below the
-    threshold are dropped at once.
+    MMDetection's implementation branches on the number of boxes and cannot be exported. This module always has
+    ``nms_pre`` candidates per level and drops candidates below the score threshold before NMS.
 
-    ``by_level``: only boxes of one level suppress each other, as an RPN has it.
+    With ``by_level``, boxes are suppressed by boxes of the same level only, as in an RPN.
     """
 
     def __init__(self, head: Any, by_level: bool = False) -> None:
@@ -56,7 +60,7 @@ class AnchorBoxes(nn.Module):
         self.suppress = Suppression(head.test_cfg)
 
     def forward(self, scores: Sequence[Tensor], deltas: Sequence[Tensor], size: Tensor) -> tuple[Tensor, ...]:
-        """``size``: height and width of the image, without what it was padded with."""
+        """Computes boxes, scores and labels. ``size`` is height and width of the image without padding."""
         anchors = self.anchors.grid_priors([level.shape[-2:] for level in scores], scores[0].dtype, scores[0].device)
         levels = [self.best(*level) for level in zip(scores, deltas, anchors, strict=True)]
         found, labels, moved, start = (torch.cat(parts) for parts in zip(*levels, strict=True))
@@ -66,7 +70,10 @@ class AnchorBoxes(nn.Module):
         return boxes[kept], found[kept], labels[kept]
 
     def best(self, scores: Tensor, deltas: Tensor, anchors: Tensor) -> tuple[Tensor, ...]:
-        """The candidates of one level, as many whatever its size: scores, labels, deltas and anchors."""
+        """Returns scores, labels, deltas and anchors of the best candidates of one level.
+
+        The number of candidates does not depend on the size of the level.
+        """
         scores = scores[0].permute(1, 2, 0).reshape(-1, self.channels)
         scores = scores.sigmoid() if self.sigmoid else scores.softmax(-1)[:, :-1]
         classes = scores.shape[1]
@@ -82,7 +89,7 @@ def decoded(coder: Any, start: Tensor, deltas: Tensor, size: Tensor) -> Tensor:
 
 
 def check(head: Any) -> None:
-    """A sentence where these boxes would not be those of ``head``."""
+    """Raises an error if exported boxes would differ from those of ``head``."""
     from mmdet.models import AnchorHead
     from mmdet.models.task_modules import DeltaXYWHBBoxCoder
 
@@ -90,4 +97,7 @@ def check(head: Any) -> None:
     if not isinstance(head, AnchorHead) or type(coder) is not DeltaXYWHBBoxCoder:
         raise UserError(f'{name} has no anchors with DeltaXYWHBBoxCoder, which exported boxes need. {INSTEAD}')
     if head.test_cfg.get('nms_pre', -1) <= 0:
-        raise UserError(f'test_cfg.nms_pre={head.test_cfg.get("nms_pre")}: exported boxes need a number of candidates.')
+        raise UserError(
+            f'test_cfg.nms_pre={head.test_cfg.get("nms_pre")} does not limit the candidates, which exported boxes '
+            'need. Set it to a positive number, such as 1000.'
+        )

@@ -1,4 +1,4 @@
-"""A checkpoint to a file, which is written only if it computes what the model computes."""
+"""Exports a checkpoint to a file. The file is written only if its outputs agree with those of the model."""
 
 import hashlib
 import shutil
@@ -22,11 +22,11 @@ from .inputs import classes_of, reads_bgr, steps_of
 from .verify import Agreement, compare, finding_boxes
 
 Size = tuple[int, int]  # height, width
-MULTIPLE = 32  # of open sides: maps of a pyramid fit each other with no less
-MOST = 128  # multiples, 4096 pixels
+MULTIPLE = 32  # dynamic heights and widths are multiples of this, so that the maps of a pyramid fit each other
+MOST = 128  # largest dynamic height and width, in multiples: 4096 pixels
 COLOURS = 3
-# What an open size is exported at, and one that is tried as well. With fewer than two cells in the last map of a
-# pyramid the exporter would take it for one cell in every image.
+# Image sizes for models with dynamic sizes: the example for tracing and a second size for verification. If the last map
+# of a pyramid had a single cell in a direction, the exporter would fix this number of cells.
 SIZES = {
     'classification': ((128, 160), (224, 192)),
     'detection': ((256, 320), (416, 288)),
@@ -38,27 +38,33 @@ PACKAGES = ('mmdtn', 'torch', 'onnx', 'mmengine', 'mmcv', 'mmdet', 'mmpretrain')
 def export(
     config: str, checkpoint: str, out: Path, raw: bool = False, size: Size | None = None, form: str = 'onnx'
 ) -> list[Agreement]:
-    """Writes ``out``, and predict.py beside it; returns how it compares with the model, at two sizes if it takes two.
+    """Exports a model to ``out`` and copies predict.py into the same folder.
+
+    Returns a comparison of the exported model with the original, at one size if ``size`` is given and at two
+    otherwise.
 
     Args:
-        config: Of a classifier of MMPretrain, or of MMDetection a single-stage detector, Faster or Mask R-CNN.
-        checkpoint: Its weights.
-        out: The file.
-        raw: What the network computes, in place of boxes or of classes.
-        size: Height and width that the file takes; any multiples of 32 if not said.
-        form: ``'onnx'``, or ``'pt2'`` for torch's exported program.
+        config: Config of an MMPretrain classifier, or of a single-stage detector, Faster R-CNN or Mask R-CNN of
+            MMDetection.
+        checkpoint: Checkpoint of the model.
+        out: Path of the file to write.
+        raw: Export the outputs of the network instead of boxes or class scores.
+        size: Height and width of the images. By default they are dynamic, in multiples of 32.
+        form: ``'onnx'``, or ``'pt2'`` for an exported program of torch.
     """
     if form == 'onnx':
         need_onnx()
     ours = Path(predict.__file__)
     beside = out.parent / ours.name
-    if beside.exists() and first_line(beside) != first_line(ours):  # of another version it is replaced
-        raise UserError(f'{beside} is not the file that would be put there: name another folder in --out.')
+    if beside.exists() and first_line(beside) != first_line(ours):  # the file of another version is overwritten
+        raise UserError(f'{beside} is another file and would be overwritten. Give another folder with --out.')
     out.parent.mkdir(parents=True, exist_ok=True)
     trained = load(config, checkpoint)
     channels = trained.cfg.model.get('backbone', {}).get('in_channels', COLOURS)
     if channels != COLOURS:
-        raise UserError(f'{config}: the model takes images of {channels} channels; exported files take RGB images.')
+        raise UserError(
+            f'{config}: the model takes images of {channels} channels, but only models for RGB images can be exported.'
+        )
     graph = graph_of(trained.model, reads_bgr(trained.cfg), raw).eval().requires_grad_(False)
     sizes = chosen_sizes(graph, size)
     about = description(trained, graph, checkpoint, size)
@@ -71,7 +77,7 @@ def export(
         batches = (1, 1) if graph.task == 'detection' else (2, 3)
         compared = [compare(graph, runner, batch, *sides) for batch, sides in zip(batches, sizes, strict=False)]
         if graph.task == 'detection' and not any(c.boxes for c in compared):
-            # Nothing was compared: what the same graph finds with a lower threshold is.
+            # No box reached the score threshold, so compare the same model with a lower threshold.
             graph, lower = finding_boxes(graph, *sizes[0])
             other = Path(temporary, f'lower-{out.name}')
             write(program_of(graph, sizes[0], size is None), other, names, about)
@@ -93,11 +99,14 @@ def chosen_sizes(graph: Graph, size: Size | None) -> list[Size]:
             graph(*inputs(graph, *example)), graph(*inputs(graph, *other))
         except (ValueError, AssertionError, RuntimeError) as error:
             raise UserError(
-                f'The model does not take images of other sizes: say which with --size H W. {error}'
+                f'The model does not support dynamic image sizes. Give its size with --size H W. {error}'
             ) from error
         return [example, other]
     if graph.task != 'classification' and any(side % MULTIPLE for side in size):
-        raise UserError(f'--size {size[0]} {size[1]}: detectors take sides that {MULTIPLE} divides, as 800 1344.')
+        raise UserError(
+            f'--size {size[0]} {size[1]}: detectors need a height and width that are multiples of {MULTIPLE}, such as '
+            '800 1344.'
+        )
     return [size]
 
 
@@ -116,7 +125,7 @@ def program_of(graph: Graph, example: Size, is_open: bool) -> ExportedProgram:
 
 
 def description(trained: TrainedModel, graph: Graph, checkpoint: str, size: Size | None) -> dict[str, Any]:
-    """What the file says of itself."""
+    """Returns the metadata of the exported file."""
     return dict(
         task=graph.task,
         classes=trained.classes or classes_of(trained.cfg),

@@ -1,4 +1,4 @@
-"""Exported programs as files, each with what it says about itself, and how they run."""
+"""Writes exported programs with their metadata to files, and runs them."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -12,7 +12,7 @@ from torch.export import ExportedProgram
 from mmdtn.errors import UserError
 
 TensorFunction = Callable[..., Sequence[Tensor]]
-ABOUT = 'mmdtn'  # the key of the metadata
+ABOUT = 'mmdtn'  # key of the metadata in the file
 
 
 def need_onnx() -> None:
@@ -22,7 +22,7 @@ def need_onnx() -> None:
         import onnxscript  # noqa: F401
     except ModuleNotFoundError as error:
         raise UserError(
-            f'An ONNX file needs {error.name} to be written and verified: pip install mmdtn[export]'
+            f'{error.name} is needed to write and verify an ONNX file. Install it with pip install mmdtn[export]'
         ) from None
 
 
@@ -48,7 +48,7 @@ def run_onnx(path: Path) -> TensorFunction:
 
 def write_pt2(program: ExportedProgram, path: Path, outputs: Sequence[str], about: dict[str, Any]) -> None:
     extra = {f'{ABOUT}.json': json.dumps(about | dict(outputs=list(outputs)))}
-    with path.open('wb') as file:  # torch looks at names
+    with path.open('wb') as file:  # given a path, torch would check its suffix
         torch.export.save(program, file, extra_files=extra)
 
 

@@ -1,4 +1,4 @@
-"""What is exported: modules from an RGB image of 0 to 255 to what a user wants to know."""
+"""Modules for the export, which map RGB images with values from 0 to 255 to scores, boxes or raw outputs."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -15,9 +15,9 @@ from .regions import RegionBoxes
 
 
 class Graph(nn.Module):
-    """A model with its normalisation in front.
+    """A model together with the normalisation of its data preprocessor.
 
-    ``reads_bgr``: the order of colours of the images that its own data preprocessor takes.
+    ``reads_bgr`` tells whether the data preprocessor takes BGR images.
     """
 
     task: str
@@ -37,11 +37,11 @@ class Graph(nn.Module):
         return ((image.flip(1) if self.takes_bgr else image) - self.mean) / self.std
 
     def names(self, found: Any) -> list[str]:
-        """Of the tensors in what ``forward`` returned."""
+        """Returns the names of the tensors that ``forward`` returned."""
         return list(self.outputs)
 
     def padding(self) -> list[float]:
-        """The RGB that the model was padded with, as padding comes after normalisation."""
+        """Returns the RGB colour that becomes the model's padding value when it is normalised."""
         colour = (self.mean + self.model.data_preprocessor.pad_value * self.std).flatten().expand(3).tolist()
         return colour[::-1] if self.takes_bgr else colour
 
@@ -53,7 +53,7 @@ class Classifier(Graph):
         logits = self.model(self.normalised(image), mode='tensor')
         if not isinstance(logits, Tensor):
             raise UserError(
-                f'{type(self.model).__name__} gives more than one tensor of logits. Export them, with --raw.'
+                f'{type(self.model).__name__} returns more than one tensor of logits. Use --raw to export them.'
             )
         return (logits.softmax(-1),)
 
@@ -69,8 +69,8 @@ class Detector(Graph):
         levels = self.model(self.normalised(image), mode='tensor')
         if len(levels) != 2:
             raise UserError(
-                f'{type(self.model.bbox_head).__name__} gives {len(levels)} maps for each level, but exported boxes '
-                'come of two, scores and deltas. Export what the head computes, with --raw.'
+                f'{type(self.model.bbox_head).__name__} returns {len(levels)} maps per level, but exported boxes are '
+                'computed from two maps, scores and deltas. Use --raw to export the outputs of the head instead.'
             )
         return self.boxes(*levels, size)
 
@@ -91,7 +91,7 @@ class TwoStages(Graph):
 
 
 class Raw(Graph):
-    """What the head of a single-stage detector computes, or the logits of a classifier."""
+    """Raw outputs: those of a single-stage detector's head, or the logits of a classifier."""
 
     task = 'raw'
 
@@ -103,7 +103,7 @@ class Raw(Graph):
 
 
 def flattened(found: Any, name: str) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of nested tuples and lists, named by their places: ``output_0_2``."""
+    """Yields the tensors of nested tuples and lists with names by their position, such as ``output_0_2``."""
     if isinstance(found, Tensor):
         yield name, found
         return
@@ -121,7 +121,7 @@ def graph_of(model: Any, reads_bgr: bool, raw: bool) -> Graph:
         return TwoStages(model, reads_bgr)
     if not isinstance(model, SingleStageDetector):
         raise UserError(
-            f'{kind} is neither a classifier of MMPretrain nor, of MMDetection, a single-stage detector such as '
-            f'RetinaNet or{" (without --raw)" if raw else ""} Faster or Mask R-CNN: only these are exported.'
+            f'{kind} cannot be exported. Supported models are classifiers of MMPretrain, and single-stage detectors '
+            f'such as RetinaNet, Faster R-CNN and Mask R-CNN of MMDetection{" (the R-CNNs without --raw)" * raw}.'
         )
     return Raw(model, reads_bgr) if raw else Detector(model, reads_bgr)

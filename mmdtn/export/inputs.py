@@ -1,4 +1,4 @@
-"""What a model takes: how its test pipeline prepares an image, in plain data that predict.py reads."""
+"""Describes how a model's test pipeline prepares an image, as plain data that predict.py reads."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ from mmdtn.registry import class_of
 def dataset_of(cfg: Config) -> dict[str, Any]:
     loader = cfg.get('test_dataloader')
     if not loader:
-        raise UserError('The config has no test_dataloader, whose pipeline says how images are prepared.')
+        raise UserError('The config has no test_dataloader. Add one, as its pipeline defines how images are prepared.')
     dataset = loader.dataset
     while 'dataset' in dataset:
         dataset = dataset.dataset
@@ -23,19 +23,19 @@ def dataset_of(cfg: Config) -> dict[str, Any]:
 
 
 def reads_bgr(cfg: Config) -> bool:
-    """Files are read as BGR; data sets of arrays, such as CIFAR, are RGB."""
+    """Tells whether a model reads BGR images: image files are read as BGR, arrays such as CIFAR's are RGB."""
     return any(issubclass(class_of(step, TRANSFORMS), LoadImageFromFile) for step in dataset_of(cfg)['pipeline'])
 
 
 def turns_colours(preprocessor: Any, mean: Tensor, std: Tensor) -> bool:
-    """Whether a data preprocessor, which normalises by ``mean`` and ``std``, makes RGB of BGR or the other way."""
+    """Tells whether a data preprocessor, which normalises with ``mean`` and ``std``, swaps the order of colours."""
     ramp = torch.tensor([0, 100, 200], dtype=torch.uint8).view(3, 1, 1).expand(3, 64, 64)
     given = preprocessor(dict(inputs=[ramp], data_samples=None))['inputs'] * std + mean
     return bool(given[0, 0, 0, 0] > given[0, 2, 0, 0])
 
 
 def steps_of(cfg: Config) -> list[dict[str, Any]]:
-    """What happens to the image between reading and packing."""
+    """Describes the steps of the test pipeline between loading and packing of an image."""
     return [step for settings in dataset_of(cfg)['pipeline'] if (step := _step(settings))]
 
 
@@ -46,7 +46,7 @@ def _step(settings: dict[str, Any]) -> dict[str, Any] | None:
     step = TRANSFORMS.build(settings)
     if issubclass(kind, LoadImageFromFile):
         if step.color_type != 'color':
-            raise UserError(f'The test pipeline has {step}, but predict.py reads colour images and turns them upright.')
+            raise UserError(f'The test pipeline has {step}, but predict.py reads colour images only. Use --raw.')
         return None
     if issubclass(kind, CenterCrop) and not step.auto_pad:
         return dict(do='crop', size=list(step.crop_size))
@@ -57,14 +57,14 @@ def _step(settings: dict[str, Any]) -> dict[str, Any] | None:
         if kind.__name__ == 'ResizeEdge':
             return dict(do='resize_edge', scale=step.scale, edge=step.edge, **resampling)
     raise UserError(
-        f'The test pipeline has {step}, which predict.py cannot repeat: it knows CenterCrop, and Resize to a scale and '
-        "ResizeEdge, both by pillow or by cv2's bilinear interpolation. Change it, or export with --raw."
+        f'The test pipeline has {step}, which predict.py does not support. It supports CenterCrop, and Resize to a '
+        "scale and ResizeEdge with pillow or with cv2's bilinear interpolation. Change the pipeline, or use --raw."
     )
 
 
 def classes_of(cfg: Config) -> tuple[str, ...]:
-    """As the data set of the config names them; none if it does not."""
+    """Returns the class names of the config's test data set, or an empty tuple if it names none."""
     dataset = dataset_of(cfg)
     metainfo = dataset.get('metainfo') or getattr(class_of(dataset, DATASETS), 'METAINFO', {})
     classes = metainfo.get('classes') or ()
-    return () if isinstance(classes, str) else tuple(classes)  # a str is the path of a file
+    return () if isinstance(classes, str) else tuple(classes)  # a string is the path of a file

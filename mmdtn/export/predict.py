@@ -1,7 +1,7 @@
 """Runs a model that tools/deployment/export.py wrote: python predict.py model.onnx IMAGE... --out DIR
 
-It needs this file and the model, Python 3.10, numpy, Pillow and onnxruntime. DIR gets predictions.json, and each image
-with what was found in it. `Model(path)(image)` gives the same for one Pillow image.
+Only this file and the model are needed, with Python 3.10 or newer, numpy, Pillow and onnxruntime. The command writes
+predictions.json and one annotated image per input to DIR. In Python, `Model(path)(image)` predicts for a Pillow image.
 """
 
 import argparse
@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 INSTALL = 'pip install numpy pillow onnxruntime'
-ALONE = __name__ == '__main__'  # and not imported by the package, which never ends the process
-if ALONE and sys.version_info < (3, 10):  # nobody has checked it where this file runs alone
+ALONE = __name__ == '__main__'  # an imported module must not end the process
+if ALONE and sys.version_info < (3, 10):
     sys.exit('error: predict.py needs Python 3.10 or newer')
 try:
     import numpy as np
@@ -23,31 +23,31 @@ except ModuleNotFoundError as error:
     sys.exit(f'error: predict.py needs {error.name}: {INSTALL}')
 
 SUFFIXES = ('.jpg', '.jpeg', '.png', '.bmp', '.webp', '.tif', '.tiff')
-TOP = 5  # classes that a classifier names
+TOP = 5  # number of classes in the predictions of a classifier
 WidthHeight = tuple[int, int]
 
 
 class Model:
-    """An exported model; it takes a Pillow image and gives a dict of plain numbers and names."""
+    """An exported model. Calling the model with a Pillow image returns a dict of plain numbers and names."""
 
     def __init__(self, path: str | Path) -> None:
         try:
-            import onnxruntime  # not above: the package imports this file to write other formats, too
+            import onnxruntime  # imported here because mmdtn also imports this file to write other formats
         except ModuleNotFoundError as error:
             raise ValueError(f'predict.py needs {error.name}: {INSTALL}') from None
         if not Path(path).is_file():
-            raise ValueError(f'{path} does not exist: give the .onnx file that the export wrote')
+            raise ValueError(f'{path} does not exist. Give the .onnx file that tools/deployment/export.py wrote')
         try:
             self.session = onnxruntime.InferenceSession(str(path), providers=onnxruntime.get_available_providers())
-        except Exception as error:  # onnxruntime has a class for each kind of failure, and no common one
+        except Exception as error:  # the exceptions of onnxruntime have no common base class
             raise ValueError(f'{path} cannot be loaded: {str(error).strip().splitlines()[-1]}') from None
         about = self.session.get_modelmeta().custom_metadata_map.get('mmdtn')
         if about is None:
-            raise ValueError(f'{path} does not say what it takes: give a file that tools/deployment/export.py wrote')
+            raise ValueError(f'{path} has no mmdtn metadata. Give a file that tools/deployment/export.py wrote')
         self.about = json.loads(about)
         if self.about['task'] == 'raw':
             raise ValueError(
-                f'{path} was exported with --raw: it gives what its head computes, and neither boxes nor classes'
+                f'{path} was exported with --raw and has neither boxes nor classes. Export the model without --raw'
             )
 
     def __call__(self, image: Image.Image) -> dict[str, list]:
@@ -58,8 +58,8 @@ class Model:
         height, width = pixels.shape[:2]
         multiple, fixed = self.about['multiple'], self.about['size']
         if [height, width] != fixed if fixed else height % multiple or width % multiple:
-            fits = ' x '.join(map(str, fixed)) if fixed else f'sides that {multiple} divides'
-            raise ValueError(f'an image of {height} x {width} pixels does not fit this model, which takes {fits}')
+            fits = f'{fixed[0]} x {fixed[1]} pixels' if fixed else f'multiples of {multiple} pixels'
+            raise ValueError(f'the prepared image has {height} x {width} pixels, but the model takes {fits}')
         (scores,) = self.session.run(None, dict(image=as_batch(pixels)))
         labels = np.argsort(-scores[0], kind='stable')[:TOP]
         return dict(labels=labels.tolist(), names=self.names(labels), scores=scores[0][labels].tolist())
@@ -89,7 +89,7 @@ class Model:
 
 
 def prepare(pixels: np.ndarray, steps: list[dict[str, Any]], limit: WidthHeight | None = None) -> np.ndarray:
-    """``H x W x 3`` as the test pipeline makes it; ``limit``: what it must not exceed."""
+    """Prepares an ``H x W x 3`` image as the test pipeline does. ``limit`` is the largest width and height."""
     for step in steps:
         size = pixels.shape[1], pixels.shape[0]
         if step['do'] == 'crop':
@@ -125,7 +125,10 @@ def as_pillow(pixels: np.ndarray, size: WidthHeight, interpolation: str) -> np.n
 
 
 def as_opencv(pixels: np.ndarray, size: WidthHeight, interpolation: str) -> np.ndarray:
-    """cv2.resize of bytes, bilinear, to the last bit: eleven bits for each weight, four dropped between the axes."""
+    """Resizes a uint8 image exactly as cv2.resize does with bilinear interpolation.
+
+    OpenCV uses weights of eleven bits and drops four bits of the sums between the two axes.
+    """
     left, right, x, x1 = neighbours(size[0], pixels.shape[1])
     above, below, y, y1 = neighbours(size[1], pixels.shape[0])
     rows = pixels.astype(np.int32)
@@ -135,7 +138,7 @@ def as_opencv(pixels: np.ndarray, size: WidthHeight, interpolation: str) -> np.n
 
 
 def neighbours(new: int, old: int) -> tuple[np.ndarray, ...]:
-    """Of each new pixel along an axis the two old ones that it lies between, and their weights."""
+    """Returns, for each new pixel along an axis, the two old pixels next to it and their weights."""
     at = ((np.arange(new) + 0.5) * (1 / (new / old)) - 0.5).astype(np.float32)
     first = np.floor(at)
     places = (np.clip(first.astype(np.int64) + i, 0, old - 1) for i in (0, 1))
@@ -144,7 +147,11 @@ def neighbours(new: int, old: int) -> tuple[np.ndarray, ...]:
 
 
 def pasted(grid: np.ndarray, box: list[float], height: int, width: int) -> np.ndarray:
-    """``height x width``, whether a mask is there: probabilities on the grid of its box, bilinear between, over 1/2."""
+    """Pastes the mask of a box into an image of ``height x width`` pixels.
+
+    ``grid`` has the probabilities of the mask on the grid of its box. The probabilities are interpolated bilinearly.
+    Pixels with a probability of at least 1/2 belong to the mask.
+    """
     left, top, right, bottom = box
     along = []
     for start, end, cells, pixels in ((top, bottom, grid.shape[0], height), (left, right, grid.shape[1], width)):
@@ -154,7 +161,7 @@ def pasted(grid: np.ndarray, box: list[float], height: int, width: int) -> np.nd
 
 
 def run_lengths(mask: np.ndarray) -> dict[str, list[int]]:
-    """COCO's uncompressed code: by columns, beginning with the number of zeros."""
+    """Encodes a mask with COCO's uncompressed run-length code, by columns, starting with the number of zeros."""
     flat = mask.ravel(order='F')
     edges = np.flatnonzero(np.diff(flat)) + 1
     counts = np.diff(np.concatenate(([0], edges, [flat.size]))).tolist()
@@ -162,13 +169,16 @@ def run_lengths(mask: np.ndarray) -> dict[str, list[int]]:
 
 
 def mask_of(code: dict[str, list[int]]) -> np.ndarray:
-    """The mask that ``run_lengths`` wrote down."""
+    """Decodes a mask that ``run_lengths`` encoded."""
     on = np.arange(len(code['counts'])) % 2 == 1
     return np.repeat(on, code['counts']).reshape(code['size'], order='F')
 
 
 def upright(image: Image.Image) -> Image.Image:
-    """RGB, turned as its EXIF data say; of sixteen bits the upper eight, as OpenCV takes them."""
+    """Converts an image to RGB and applies the orientation of its EXIF data.
+
+    Images of sixteen bits keep their upper eight bits, as in OpenCV.
+    """
     image = ImageOps.exif_transpose(image)
     if image.mode.startswith('I'):
         image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
@@ -195,13 +205,13 @@ def draw(image: Image.Image, found: dict[str, list], threshold: float) -> Image.
             picture.paste(colour, mask=Image.fromarray(mask_of(found['masks'][i]).astype(np.uint8) * 110))
         pen.rectangle(box, outline=colour, width=2)
         names.append((box, f'{found["names"][i]} {found["scores"][i]:.2f}', colour))
-    for box, text, colour in names:  # over all boxes and masks
+    for box, text, colour in names:  # drawn last, so that no box or mask covers a name
         write_above(pen, picture.size, box, text, colour)
     return picture
 
 
 def write_above(pen: ImageDraw.ImageDraw, size: tuple[int, int], box: list[float], text: str, colour: str) -> None:
-    """Text on a background of the box's colour: above the box, or inside it where there is no room above."""
+    """Writes text on a background above a box, or inside the box if there is no room above."""
     _, _, right, bottom = pen.textbbox((0, 0), text)
     width, height = right + 4, bottom + 2
     x = max(min(box[0], size[0] - width), 0)
@@ -211,15 +221,15 @@ def write_above(pen: ImageDraw.ImageDraw, size: tuple[int, int], box: list[float
 
 
 def images_of(paths: list[str]) -> list[Path]:
-    """The files, and those in folders."""
+    """Returns the given files and the image files in the given folders."""
     found: list[Path] = []
     for path in map(Path, paths):
         if not path.exists():
-            raise ValueError(f'{path} does not exist: give images or folders of images')
+            raise ValueError(f'{path} does not exist. Give images or folders of images')
         images = (f for f in path.iterdir() if f.suffix.lower() in SUFFIXES and f.is_file())
         found += sorted(images) if path.is_dir() else [path]
     if not found:
-        raise ValueError(f'no image in {" ".join(paths)}: none ends in {", ".join(SUFFIXES)}')
+        raise ValueError(f'no image in {" ".join(paths)}. Give a folder of files that end in {", ".join(SUFFIXES)}')
     return found
 
 
@@ -238,30 +248,33 @@ def run(model: Model, paths: list[Path], out: Path, threshold: float) -> None:
             continue
         draw(image, found, threshold).save(picture)
     (out / 'predictions.json').write_text(json.dumps(predictions, indent=1))
-    print(f'{len(predictions)} images; written: {out / "predictions.json"} and a picture of each')
+    print(f'wrote {out / "predictions.json"} and {len(predictions)} annotated images')
     if failed:
-        raise ValueError('\n'.join([f'{len(failed)} of {len(paths)} could not be used:', *failed]))
+        raise ValueError('\n'.join([f'{len(failed)} of {len(paths)} images could not be used:', *failed]))
 
 
 def names_for(paths: list[Path], out: Path) -> list[Path]:
-    """A picture for each image, and none in the place of an image."""
+    """Returns a file name for the annotated version of each image, and makes sure that no image is overwritten."""
     names: list[Path] = []
     for path in paths:
         name = out / f'{path.stem}.png'
         names.append(name if name not in names else out / f'{path.stem}-{len(names)}.png')
     images = {path.resolve() for path in paths}
     if lost := [name for name in names if name.resolve() in images]:
-        raise ValueError(f'{lost[0]} is one of the images and would be overwritten: name another --out')
+        raise ValueError(f'{lost[0]} is one of the images and would be overwritten. Give another --out')
     return names
 
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('model')
-    parser.add_argument('images', nargs='+', metavar='IMAGE', help='files, or folders of them')
+    parser.add_argument('images', nargs='+', metavar='IMAGE', help='image files, or folders of images')
     parser.add_argument('--out', required=True, type=Path, metavar='DIR')
     parser.add_argument(
-        '--score', type=float, default=0.3, help='what is drawn (default: %(default)s); JSON has all boxes'
+        '--score',
+        type=float,
+        default=0.3,
+        help='lowest score of boxes that are drawn (default: %(default)s); predictions.json has all boxes',
     )
     args = parser.parse_args(arguments)
     try:

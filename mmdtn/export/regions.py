@@ -1,4 +1,4 @@
-"""What the second stage of MMDetection's Faster and Mask R-CNN computes, in operations that every image shares."""
+"""The second stage of Faster and Mask R-CNN, with operations that support dynamic image sizes."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -13,10 +13,10 @@ from .boxes import Suppression, decoded
 
 
 class RegionBoxes(nn.Module):
-    """Proposals, of one image, to boxes, scores and labels after non-maximum suppression, and their masks.
+    """Computes boxes, scores, labels and masks of one image from its proposals, with NMS.
 
-    There are always as many proposals, and as many boxes in front of the mask head, as the settings allow: zeros fill
-    the places that are left.
+    Proposals are padded with zeros to their largest number, and so are the boxes for the mask head. Their shapes are
+    therefore fixed.
     """
 
     def __init__(self, head: Any, proposals: int) -> None:
@@ -41,7 +41,7 @@ class RegionBoxes(nn.Module):
         return (*found, self.masks(maps, found[0], found[2])) if self.head.with_mask else found
 
     def masks(self, maps: Sequence[Tensor], boxes: Tensor, labels: Tensor) -> Tensor:
-        """``N x 28 x 28``, probabilities on the grid of each box."""
+        """Returns mask probabilities on the grid of each box, ``N x 28 x 28``."""
         head, limit = self.head.mask_head, self.suppress.limit
         logits = head(regions_of(maps, filled(boxes, limit), self.head.mask_roi_extractor))
         channel = torch.zeros_like(labels) if head.class_agnostic else labels
@@ -50,12 +50,16 @@ class RegionBoxes(nn.Module):
 
 
 def filled(rows: Tensor, count: int) -> Tensor:
-    """``count`` rows: the given ones, and zeros."""
+    """Pads a tensor with zeros to ``count`` rows."""
     return torch.cat((rows, rows.new_zeros(count, *rows.shape[1:]))).narrow(0, 0, count)
 
 
 def regions_of(maps: Sequence[Tensor], boxes: Tensor, extractor: Any) -> Tensor:
-    """``N x C x h x w``, of each box from the level of its size: computed on all levels, as ONNX cannot scatter."""
+    """Extracts the features of each box from the level that fits its size, as ``N x C x h x w``.
+
+    The features are computed on all levels and then selected. MMDetection's implementation scatters the features, which
+    cannot be exported to ONNX.
+    """
     rois = torch.cat((boxes.new_zeros(len(boxes), 1), boxes), 1)
     level_of = extractor.map_roi_levels(rois, extractor.num_inputs)[:, None, None, None]
     regions = torch.zeros(())
@@ -78,6 +82,6 @@ def check(head: Any) -> None:
         or any(type(e) is not SingleRoIExtractor or type(e.roi_layers[0]).__name__ != 'RoIAlign' for e in extractors)
     ):
         raise UserError(
-            f'{type(head).__name__} is not the second stage of Faster or Mask R-CNN, with RoIAlign, '
-            'DeltaXYWHBBoxCoder and mask_thr_binary=0.5: no other one is exported.'
+            f'{type(head).__name__} cannot be exported as it is configured. Use the second stage of Faster or Mask '
+            'R-CNN with RoIAlign, DeltaXYWHBBoxCoder and mask_thr_binary=0.5.'
         )

@@ -1,4 +1,4 @@
-"""An exported file beside the model that it came of, on pictures of two sizes."""
+"""Compares an exported file with its original model on generated images."""
 
 import time
 from collections.abc import Callable
@@ -15,8 +15,10 @@ from .files import TensorFunction
 from .graphs import Graph, flattened
 from .predict import pasted
 
-TOLERANCE = 1e-3  # in scores and logits, and in the share of a picture in which a mask differs
-PIXELS = 1e-2  # of a box: float32 keeps 1e-4 of coordinates over 1000, and a box is an exponential of what it comes of
+TOLERANCE = 1e-3  # largest difference of scores and logits, and largest share of pixels in which a mask may differ
+# Largest difference of a box in pixels. float32 has a resolution of 1e-4 at coordinates over 1000, and boxes are
+# exponentials of the network's outputs.
+PIXELS = 1e-2
 OBJECTS = 8
 REPEATS = 3
 
@@ -25,37 +27,37 @@ class Agreement(NamedTuple):
     shape: tuple[int, ...]
     difference: float
     boxes: int | None
-    pixels: float | None  # between boxes
-    original: float  # seconds
-    exported: float
-    score_thr: float | None = None  # where no box was over the model's own
+    pixels: float | None  # largest difference between boxes
+    original: float  # seconds per forward pass of the original model
+    exported: float  # seconds per forward pass of the exported model
+    score_thr: float | None = None  # lowered score threshold, if no box reached the one of the config
 
 
 @torch.no_grad()
 def compare(graph: Graph, run: TensorFunction, batch: int, height: int, width: int) -> Agreement:
     inputs, as_read = pictures(graph, batch, height, width)
     want, got = original(graph, as_read), [tensor for _, tensor in flattened(run(*inputs), '')]
-    of = len if graph.task == 'detection' else Tensor.size  # masks come as grids of their boxes
+    of = len if graph.task == 'detection' else Tensor.size  # exported masks are grids, so only their number is equal
     shapes = [', '.join(str(of(tensor)) for tensor in found) for found in (got, want)]
     if shapes[0] != shapes[1]:
         raise UserError(
-            f'At {height} x {width} pixels the exported model gives outputs of {shapes[0]}, but the original of '
-            f'{shapes[1]}: no file was written.'
+            f'No file was written: at {height} x {width} pixels the outputs of the exported model have shapes '
+            f'{shapes[0]}, but those of the original model {shapes[1]}.'
         )
     pixels = None
     if graph.task == 'detection':
         pixels, difference = boxes_apart(want, got)
         if not pixels <= PIXELS:
             raise UserError(
-                f'Boxes of the exported model and of the original are {pixels:.2g} pixels apart at {height} x {width} '
-                f'pixels, more than {PIXELS:g}: no file was written.'
+                f'No file was written: boxes of the exported and the original model differ by {pixels:.2g} pixels for '
+                f'images of {height} x {width}, but at most {PIXELS:g} pixels are allowed.'
             )
     else:
         difference = max(float((a - b).abs().max()) for a, b in zip(want, got, strict=True))
     if not difference <= TOLERANCE:
         raise UserError(
-            f'The exported model and the original differ by {difference:.2g} at {height} x {width} pixels, more than '
-            f'{TOLERANCE:g}: no file was written.'
+            f'No file was written: outputs of the exported and the original model differ by {difference:.2g} for '
+            f'images of {height} x {width} pixels, but at most {TOLERANCE:g} is allowed.'
         )
     seconds = shortest(lambda: original(graph, as_read)), shortest(lambda: run(*inputs))
     return Agreement(
@@ -64,9 +66,9 @@ def compare(graph: Graph, run: TensorFunction, batch: int, height: int, width: i
 
 
 def pictures(graph: Graph, batch: int, height: int, width: int) -> tuple[list[Tensor], Tensor]:
-    """What a file of this size is given, and the same images as the model reads them.
+    """Returns the inputs of the exported model, and the same images in the form that the original model reads.
 
-    Those for detectors have an edge that is padded, where the model pads.
+    Images for detectors are slightly smaller than the input, so that padding is tested as well.
     """
     down, right = (min(edge, graph.model.data_preprocessor.pad_size_divisor - 1) for edge in (5, 3))
     size = (height - down, width - right) if graph.task == 'detection' else (height, width)
@@ -79,13 +81,16 @@ def pictures(graph: Graph, batch: int, height: int, width: int) -> tuple[list[Te
 
 @torch.no_grad()
 def finding_boxes(graph: Graph, height: int, width: int) -> tuple[Graph, float]:
-    """The detector with a score threshold that some boxes exceed, and this threshold."""
+    """Returns the detector with a score threshold that some boxes exceed, and the threshold."""
     settings = getattr(graph.model, 'roi_head', graph.model.bbox_head).test_cfg
     settings.score_thr = 0.0
     scores = original(graph, pictures(graph, 1, height, width)[1])[1].sort(descending=True).values
     if len(scores) < 2:
-        raise UserError('The model finds no boxes at all, so there is nothing to compare: no file was written.')
-    # In the widest gap of the first scores: rounding may not move one across.
+        raise UserError(
+            'No file was written: the model finds no boxes even with a score threshold of 0, so its outputs cannot be '
+            'compared. Check that the checkpoint belongs to the config.'
+        )
+    # The threshold is in the widest gap between the highest scores, so that rounding cannot move a score across it.
     first = scores[: 2 * OBJECTS]
     last = int((first[:-1] - first[1:]).argmax())
     settings.score_thr = float(first[last : last + 2].mean())
@@ -93,9 +98,9 @@ def finding_boxes(graph: Graph, height: int, width: int) -> tuple[Graph, float]:
 
 
 def boxes_apart(want: list[Tensor], got: list[Tensor]) -> tuple[float, float]:
-    """Of each box to the nearest of its class, the largest distance in pixels, and in scores and masks.
+    """Returns the largest difference between boxes in pixels, and the largest difference of scores and masks.
 
-    Equal scores leave the order open.
+    Each box is compared with the nearest box of its class, because boxes with equal scores have no defined order.
     """
     (boxes, scores, labels), (other_boxes, other_scores, other_labels) = want[:3], got[:3]
     if len(labels) == 0:
@@ -115,13 +120,13 @@ def boxes_apart(want: list[Tensor], got: list[Tensor]) -> tuple[float, float]:
 
 
 def masks_apart(masks: Tensor, grids: Tensor, boxes: Tensor) -> float:
-    """The largest share of a picture's pixels in which a mask differs."""
+    """Returns the largest share of an image's pixels in which a mask differs."""
     shown = (pasted(*one, *masks.shape[1:]) for one in zip(grids.numpy(), boxes.tolist(), strict=True))
     return max(float((a != b.numpy()).mean()) for a, b in zip(shown, masks, strict=True))
 
 
 def original(graph: Graph, images: Tensor) -> list[Tensor]:
-    """What MM's own code makes of images as they are read, as its test loop calls it."""
+    """Computes the outputs of the original model by ``test_step``, as the test loop of MMEngine does."""
     model: Any = graph.model
     if graph.task == 'raw':
         normalised = model.data_preprocessor(dict(inputs=list(images), data_samples=None))['inputs']
@@ -141,7 +146,7 @@ def original(graph: Graph, images: Tensor) -> list[Tensor]:
 
 
 def picture(seed: int, height: int, width: int) -> np.ndarray:
-    """Objects, so that a detector has something to find: height x width x RGB."""
+    """Draws an RGB image, ``height x width x 3``, with objects for a detector to find."""
     rng = np.random.default_rng(seed)
     sizes = rng.uniform(0.1, 0.5, OBJECTS) * min(height, width)
     return draw_scene(rng, height, width, rng.integers(len(CLASSES), size=OBJECTS), sizes)[0]

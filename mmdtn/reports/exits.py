@@ -1,4 +1,4 @@
-"""Drawings of cascades that images leave early."""
+"""Figures of cascades of classifiers with early exits."""
 
 from collections.abc import Mapping, Sequence
 
@@ -11,21 +11,24 @@ from .figures import COLUMNS, DASHES, MARKERS, Array, panels, picture, shades
 def budget_curves(
     curves: Mapping[str, tuple[Sequence[float], Sequence[float]]], exits: tuple[Sequence[float], Sequence[float]]
 ) -> Figure:
-    """Top-1 over mean GFLOPs: a line for each way to choose thresholds, a point for each exit that all images take."""
+    """Plots top-1 accuracy against mean GFLOPs.
+
+    Each line is one method to choose thresholds. Each star is the accuracy if all images exit at the same exit.
+    """
     figure, axes = panels(1, 1, 5.0)
     ax = axes[0, 0]
     for (label, (gflops, accuracy)), colour, dash, marker in zip(
         curves.items(), shades(len(curves)), DASHES, MARKERS, strict=False
     ):
         ax.plot(gflops, accuracy, color=colour, linestyle=dash, marker=marker, markersize=4, label=label)
-    ax.plot(*exits, color='black', linestyle='none', marker='*', markersize=12, label='all images leave at one exit')
-    ax.set(xlabel='GFLOPs of an image, in the mean', ylabel='top-1 in percent')
+    ax.plot(*exits, color='black', linestyle='none', marker='*', markersize=12, label='all images use the same exit')
+    ax.set(xlabel='mean GFLOPs per image', ylabel='top-1 accuracy (%)')
     ax.legend()
     return figure
 
 
 def exit_shares(gflops: Sequence[float], shares: Array) -> Figure:
-    """``P x K``: what part of the images leaves at each exit, over mean GFLOPs."""
+    """Plots the share of images that exits at each of K exits against mean GFLOPs. ``shares`` is ``P x K``."""
     figure, axes = panels(1, 1, 4.2)
     ax = axes[0, 0]
     order = np.argsort(gflops)
@@ -35,13 +38,13 @@ def exit_shares(gflops: Sequence[float], shares: Array) -> Figure:
     ):
         x = np.asarray(gflops)[order]
         ax.plot(x, column, color=colour, linestyle=dash, marker=marker, markersize=4, label=name)
-    ax.set(xlabel='GFLOPs of an image, in the mean', ylabel='images that leave there, in percent', ylim=(0, 100))
+    ax.set(xlabel='mean GFLOPs per image', ylabel='images that exit there (%)', ylim=(0, 100))
     ax.legend()
     return figure
 
 
 def examples(rows: dict[str, list[tuple[Array, str]]]) -> Figure:
-    """A row of small pictures, each with its title, under each name; names without pictures stay empty."""
+    """Draws one row of small titled images for each name. The row of a name without images is empty."""
     figure, axes = panels(len(rows), COLUMNS, 1.9)
     for ax in axes.flat:
         ax.axis('off')

@@ -1,4 +1,7 @@
-"""Drawings of arrays. Shades are viridis, which keeps its order in grey; lines differ in dash and marker as well."""
+"""Draws arrays as figures.
+
+Colours come from viridis, whose order survives printing in grey. Lines also differ in dash and marker.
+"""
 
 import itertools
 import textwrap
@@ -17,19 +20,19 @@ from mmdtn.analysis.curves import Curves, mean_and_spread, unit
 Array = NDArray[Any]
 WIDTH = 12.0  # inches
 MAP = 'viridis'
-COLUMNS = 8  # of small pictures, beyond which they are too small to read
+COLUMNS = 8  # largest number of small images in a row; more would be too small to read
 DASHES = ('-', '--', ':', '-.')
 MARKERS = ('o', 's', '^', 'D', 'v', 'P', 'X', '*')
 STYLE: Any = {'font.size': 11, 'axes.grid': True, 'grid.alpha': 0.3, 'image.interpolation': 'nearest'}
 
 
 def shades(number: int) -> list:
-    """Colours from dark to light, without the lightest, which white paper swallows."""
+    """Returns colours from dark to light, without the lightest ones, which are hard to see on white."""
     return [mpl.colormaps[MAP](x) for x in np.linspace(0, 0.85, number)]
 
 
 def panels(rows: int, columns: int, height: float, **options: Any) -> tuple[Figure, Array]:
-    """A figure of full width with ``rows x columns`` axes, each row ``height`` inches high."""
+    """Makes a figure of full width with ``rows x columns`` axes. Each row is ``height`` inches high."""
     with mpl.rc_context(STYLE):
         figure = Figure(figsize=(WIDTH, rows * height), layout='constrained')
         return figure, figure.subplots(rows, columns, squeeze=False, **options)
@@ -74,7 +77,10 @@ def learning_curves(groups: dict[str, list[Curves]], metrics: list[str]) -> Figu
 
 
 def attention_distance(models: dict[str, dict[str, tuple[Array, float]]]) -> Figure:
-    """By model and block: the distance of each head, and that of uniform attention; below, one over the other."""
+    """Draws the attention distance of each head and of uniform attention, by model and block.
+
+    The second row of axes shows the ratio of these distances.
+    """
     figure, axes = panels(2, len(models), 3.9, sharey='row')
     for column, (label, blocks) in zip(axes.T, models.items(), strict=True):
         x = range(len(blocks))
@@ -97,20 +103,23 @@ def attention_distance(models: dict[str, dict[str, tuple[Array, float]]]) -> Fig
 
 
 def block_axis(ax: Axes, names: Sequence[str], what: str) -> None:
-    """Names of blocks, of which there may be many, below."""
+    """Labels the x axis with block names, vertically if there are many."""
     ax.set_xticks(range(len(names)), [short(name) for name in names], rotation=90 if len(names) > 8 else 0)
     ax.set_xlabel(f'{what} ({"stage.block" if any("stages" in n for n in names) else "number"}, from 0)')
 
 
 def short(name: str) -> str:
-    """``backbone.stages.0.blocks.1.norm2`` as ``0.1 norm2``."""
+    """Shortens a module name: ``backbone.stages.0.blocks.1.norm2`` becomes ``0.1 norm2``."""
     parts = name.split('.')
     numbers = '.'.join(part for part in parts if part.isdigit())
     return f'{numbers} {parts[-1]}' if parts[-1].startswith('norm') else numbers
 
 
 def magnitudes(layers: dict[str, tuple[Array, Array]], image: Array) -> Figure:
-    """By norm: maps ``K x h x w`` before and after it, up to ``COLUMNS`` heads; and the image they are of."""
+    """Draws an image and its ``K x h x w`` token magnitudes before and after each norm.
+
+    At most ``COLUMNS`` heads are drawn.
+    """
     heads = min(COLUMNS, max(len(before) for before, _ in layers.values()))
     figure, axes = panels(2 * len(layers), heads + 1, 1.75)
     for ax in axes.flat:
@@ -128,12 +137,12 @@ def magnitudes(layers: dict[str, tuple[Array, Array]], image: Array) -> Figure:
                     ax.set_ylabel(which)
                 bar = figure.colorbar(shown, ax=ax, shrink=0.8, ticks=MaxNLocator(3))
                 bar.ax.tick_params(labelsize=9)
-    figure.supxlabel("scale: norm of the token's slice of a head", fontsize=11)
+    figure.supxlabel('scale: norm of a token within the channels of a head', fontsize=11)
     return figure
 
 
 def variation(models: dict[str, dict[str, dict[str, tuple[float, float]]]]) -> Figure:
-    """By model, norm and kind of statistics: mean and median."""
+    """Draws mean and median of the variation, by model, norm and kind of statistics."""
     figure, axes = panels(len(models), 2, 4.4)
     for row, (label, norms) in zip(axes, models.items(), strict=True):
         for ax, which, title in zip(row, (0, 1), ('mean (the variation coefficient)', 'median'), strict=True):
@@ -152,7 +161,10 @@ def variation(models: dict[str, dict[str, dict[str, tuple[float, float]]]]) -> F
 
 
 def lambda_curves(curves: dict[str, dict[str, dict[int, Array]]]) -> Figure:
-    """By kind and layer: iteration and lambda of each head."""
+    """Draws the lambdas of each layer over the iterations of training, for mean and variance.
+
+    ``curves`` maps kind, layer and iteration to the lambdas of all heads.
+    """
     figure, axes = panels(1, 2, 6.2, sharey=True)
     for ax, (kind, title) in zip(axes[0], (('lambda_mean', 'mean'), ('lambda_var', 'variance')), strict=True):
         layers = curves[kind]
@@ -172,7 +184,7 @@ def lambda_curves(curves: dict[str, dict[str, dict[int, Array]]]) -> Figure:
 
 
 def lambdas(models: dict[str, dict[str, tuple[Array, Array]]]) -> Figure:
-    """By model and layer: lambda of mean and of variance of each head."""
+    """Draws the lambdas of mean and variance of each head, by model and layer."""
     figure, axes = panels(len(models), 1, 4)
     for (ax,), (label, layers) in zip(axes, models.items(), strict=True):
         for shift, which, marker, title in ((-0.17, 0, 'o', 'mean'), (0.17, 1, '^', 'variance')):
@@ -186,12 +198,15 @@ def lambdas(models: dict[str, dict[str, tuple[Array, Array]]]) -> Figure:
         ax.set_ylim(max(-0.02, low), min(1.02, high))
         ax.set(title=label, ylabel='lambda (1: LayerNorm,\n0: neighbourhood)')
     handles = axes[0, 0].get_legend_handles_labels()
-    figure.legend(*handles, loc='outside lower center', ncols=2, title='a mark for each head')
+    figure.legend(*handles, loc='outside lower center', ncols=2, title='one mark per head')
     return figure
 
 
 def neighbourhood(start: Array, after: Array, query: tuple[int, int], reach: int = 10) -> Figure:
-    """``K x h x w`` of one query at start and after training; of large grids only what is ``reach`` cells around."""
+    """Draws the weights ``K x h x w`` of one query before and after training.
+
+    Only cells at most ``reach`` rows and columns away from the query are drawn.
+    """
     heads, height, width = after.shape
     y, x = query
     rows = slice(max(0, y - reach), min(height, y + reach + 1))
@@ -207,7 +222,7 @@ def neighbourhood(start: Array, after: Array, query: tuple[int, int], reach: int
         ax = axes[2 * (head // per_row) + line, head % per_row]
         ax.axis('on')
         part = maps[head, rows, columns]
-        share = '' if whole else f'\n{part.sum():.0%} of it shown'
+        share = '' if whole else f'\n{part.sum():.0%} of the weights shown'
         title = f'head {head}, {("start", "trained")[line]}\nlargest {part.max():.3f}{share}'
         picture(ax, part, title, cmap=MAP, extent=extent, vmin=0)
         ax.plot(x, y, 'x', color='white', markersize=9, markeredgewidth=3.5)
@@ -221,7 +236,7 @@ def neighbourhood(start: Array, after: Array, query: tuple[int, int], reach: int
 
 
 def components(layers: dict[str, list[tuple[Array, Array]]], grid: dict[str, tuple[int, int]]) -> Figure:
-    """By norm: coordinates ``T x 2`` and the share of the variance of each, before and after."""
+    """Draws the ``T x 2`` principal components of tokens before and after each norm, with their shares of variance."""
     figure, axes = panels(len(layers), 4, 3.4)
     for row, (name, pair) in zip(axes, layers.items(), strict=True):
         height, width = grid[name]
@@ -239,7 +254,7 @@ def components(layers: dict[str, list[tuple[Array, Array]]], grid: dict[str, tup
 
 
 def looks(images: list[tuple[Array, list[tuple[str, Any, list[tuple[str, Array]]]]]], classes: Sequence[str]) -> Figure:
-    """For each image and model its predictions and the magnitude of its tokens at some blocks."""
+    """Draws one row per image and model: annotations, predictions and token magnitudes after some blocks."""
     lines = [(image, *model) for image, models in images for model in models]
     maps = max(len(line[3]) for line in lines)
     figure, axes = panels(len(lines), maps + 2, 2.6, width_ratios=[1.7, 1.7, *[1] * maps])
@@ -248,8 +263,8 @@ def looks(images: list[tuple[Array, list[tuple[str, Any, list[tuple[str, Array]]
             ax.axis('off')
         for ax, truth in ((row[0], True), (row[1], False)):
             picture(ax, image)
-            said = draw_sample(ax, sample, classes, truth)
-            ax.set_title(said if truth else '\n'.join([*textwrap.wrap(label, 30), said]), fontsize=10)
+            title = draw_sample(ax, sample, classes, truth)
+            ax.set_title(title if truth else '\n'.join([*textwrap.wrap(label, 30), title]), fontsize=10)
         for ax, (name, magnitude) in zip(row[2:], blocks, strict=False):
             shown = picture(ax, magnitude, f'norm after\nblock {short(name)}', cmap=MAP)
             bar = figure.colorbar(shown, ax=ax, shrink=0.6, ticks=MaxNLocator(3))
@@ -258,13 +273,13 @@ def looks(images: list[tuple[Array, list[tuple[str, Any, list[tuple[str, Array]]
 
 
 def draw_sample(ax: Axes, sample: Any, classes: Sequence[str], truth: bool, score: float = 0.3) -> str:
-    """Boxes, masks or the class of a data sample, on an image; returns what to write above it."""
+    """Draws boxes and masks of a data sample on an image and returns the title of the image."""
 
     def name(label: Any) -> str:
         return classes[int(label)] if int(label) < len(classes) else str(int(label))
 
     instances = None if sample is None else sample.get('gt_instances' if truth else 'pred_instances')
-    if instances is not None and 'labels' in instances:  # without annotations there is an empty one without labels
+    if instances is not None and 'labels' in instances:  # an image without annotations has instances without labels
         if not truth:
             instances = instances[instances.scores > score]
         colours = shades(max(len(classes), 2))
@@ -282,7 +297,7 @@ def draw_sample(ax: Axes, sample: Any, classes: Sequence[str], truth: bool, scor
                 mask = np.asarray(masks.masks[i] if hasattr(masks, 'masks') else masks[i], dtype=float)
                 if 0 < mask.sum() < mask.size:
                     ax.contour(mask, [0.5], colors='white', linewidths=1.2)
-        ax.set(xlim=(-0.5, width - 0.5), ylim=(height - 0.5, -0.5))  # boxes and contours have moved them
+        ax.set(xlim=(-0.5, width - 0.5), ylim=(height - 0.5, -0.5))  # boxes and contours change the limits
         count = f'{len(instances)} object{"" if len(instances) == 1 else "s"}'
         return f'annotated: {count}' if truth else f'{count} above {score}'
     labels = None if sample is None else sample.get('gt_label' if truth else 'pred_label')
@@ -293,7 +308,7 @@ def draw_sample(ax: Axes, sample: Any, classes: Sequence[str], truth: bool, scor
 
 
 def norm_cost(models: dict[str, dict[str, dict[str, tuple[int, int]]]]) -> Figure:
-    """By model, norm and kind (LN, and what it has): parameters and FLOPs."""
+    """Draws parameters and FLOPs of each norm as bars, compared with a LayerNorm in its place."""
     figure, axes = panels(len(models), 2, 4)
     for row, (label, norms) in zip(axes, models.items(), strict=True):
         kinds = list(dict.fromkeys(itertools.chain.from_iterable(norms.values())))
@@ -312,7 +327,7 @@ def norm_cost(models: dict[str, dict[str, dict[str, tuple[int, int]]]]) -> Figur
 
 
 def robustness(models: dict[str, dict[str, list[float]]], severities: Sequence[int], metric: str) -> Figure:
-    """By model and corruption: the metric at each severity, from 0, the clean pictures."""
+    """Draws the metric over severity for each corruption, one line per model. Severity 0 is the clean images."""
     names = list(next(iter(models.values())))
     columns = min(4, len(names))
     figure, axes = panels(-(-len(names) // columns), columns, 2.6, sharey=True)
@@ -331,7 +346,7 @@ def robustness(models: dict[str, dict[str, list[float]]], severities: Sequence[i
 
 
 def corruptions(image: Array, by_name: dict[str, dict[int, Array]]) -> Figure:
-    """One picture in all corruptions and severities, the picture itself in front."""
+    """Draws one image and its corrupted versions, one row per corruption and one column per severity."""
     severities = list(next(iter(by_name.values())))
     figure, axes = panels(len(by_name), len(severities) + 1, 1.6)
     for row, (name, pictures) in zip(axes, by_name.items(), strict=True):

@@ -1,4 +1,4 @@
-"""Figures, the numbers behind them, and one HTML page that shows them: what the analysis tools hand to their user."""
+"""Writes the output of the analysis tools: figures, CSV files with their values, and an HTML page."""
 
 import base64
 import csv
@@ -10,7 +10,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-DPI = 100  # with figures 12 inches wide, 1200 px
+DPI = 100  # figures are 12 inches wide, so images are 1200 pixels wide
 
 STYLE = """
 body { font: 16px/1.5 sans-serif; max-width: 1240px; margin: 2em auto; padding: 0 1em; color: #222; }
@@ -22,7 +22,7 @@ td, th { border: 1px solid #ccc; padding: .2em .7em; text-align: left; }
 
 
 class Report:
-    """Writes ``NAME.png`` and ``NAME.csv`` for each figure, and ``report.html`` with all of it inside at the end."""
+    """Writes ``NAME.png`` and ``NAME.csv`` for each figure, and ``report.html`` with all figures."""
 
     def __init__(self, folder: str | Path, title: str) -> None:
         self.folder = Path(folder)
@@ -38,7 +38,7 @@ class Report:
     def figure(
         self, name: str, title: str, reading: str, figure: Figure, header: Sequence[str], rows: Sequence[Sequence[Any]]
     ) -> None:
-        """``reading`` tells in a sentence how to read the figure."""
+        """Adds a figure to the report. ``reading`` explains how to read the figure, and ``rows`` has its values."""
         image = io.BytesIO()
         figure.savefig(image, format='png', dpi=DPI)
         (self.folder / f'{name}.png').write_bytes(image.getvalue())
@@ -47,7 +47,7 @@ class Report:
         self._parts.append(
             f'<h2 id="{name}">{_text(title)}</h2><p>{_text(reading)}</p>'
             f'<img alt="{_text(title)}" src="data:image/png;base64,{data}">'
-            f'<p>Numbers: {name}.csv, {len(rows)} rows of {_text(", ".join(header))}.</p>'
+            f'<p>The values are in {name}.csv: {len(rows)} rows of {_text(", ".join(header))}.</p>'
         )
 
     def leave_out(self, title: str, why: str) -> None:
@@ -59,7 +59,7 @@ class Report:
         path = self.folder / 'report.html'
         path.write_text(
             f'<!DOCTYPE html><html lang="en"><head><meta charset="utf-8"><title>{_text(self.title)}</title>'
-            f'<link rel="icon" href="data:,"><style>{STYLE}</style></head>'  # without an icon browsers ask for a file
+            f'<link rel="icon" href="data:,"><style>{STYLE}</style></head>'  # stops browsers from requesting an icon
             f'<body><h1>{_text(self.title)}</h1>{"".join(self._parts)}{left_out}</body></html>\n',
             encoding='utf-8',
         )

@@ -1,4 +1,4 @@
-"""The parts of a report on DTN: for each a figure, how to read it, and the numbers behind it."""
+"""Sections of the report on DTN. Each section is a figure, a text that explains it, and its values."""
 
 from typing import Any
 
@@ -31,9 +31,10 @@ def draw_distances(report: Report, runs: list[Observation]) -> None:
     report.figure(
         'attention_distance',
         'Attention distance (Fig. 2 of the paper)',
-        'How far away, on average, the tokens are that a head attends to. A head at the level of the bar looks at '
-        'the whole map alike; one far below it looks nearby. Keys of a reduced map count at the centre of the tokens '
-        'that they stand for, windows at their place in the map; the class token has no place and is left out.',
+        'Average distance of the tokens that a head attends to. A head at the level of the bar attends to the whole '
+        'map equally. A head far below the bar attends to nearby tokens. The position of a key of a reduced map is the '
+        'centre of the tokens that it summarises. Positions within windows are positions in the whole map. The class '
+        'token has no position and is left out.',
         figures.attention_distance(shown),
         ('model', 'block', 'head', 'distance_tokens', 'std_over_images', 'uniform_tokens', 'images'),
         rows,
@@ -57,9 +58,9 @@ def draw_magnitudes(report: Report, runs: list[Observation]) -> None:
             f'token_magnitudes{_number(number)}',
             f'Magnitude of tokens: {run.trained.label} (Fig. 1)',
             f'The norm of each token within the channels of a head, before and after a norm layer, for '
-            f'{run.first.name}. LayerNorm makes all tokens about alike long, over all heads together, so that '
-            'what the maps after it show is how the heads share; DTN lets differences between tokens through where '
-            'lambda is small.' + (f' Of the heads, the first {figures.COLUMNS} are drawn.' if many else ''),
+            f'{run.first.name}. LayerNorm gives all tokens about the same norm over all heads together, so the maps '
+            'after LayerNorm show how this norm is distributed over the heads. DTN preserves differences between '
+            'tokens where lambda is small.' + (f' Only the first {figures.COLUMNS} heads are drawn.' if many else ''),
             figures.magnitudes(shown, run.first.picture),
             ('norm', 'head', 'row', 'column', 'before', 'after'),
             rows,
@@ -83,9 +84,9 @@ def draw_variation(report: Report, runs: list[Observation]) -> None:
     report.figure(
         'variation_coefficient',
         'Variation coefficient (Fig. 3b)',
-        'How much of a token is left when the mean of each kind of norm is taken away, relative to the token: the mean '
-        'over all elements of |(x - mu) / x|, for the same tokens. A few elements near 0 rule this mean (hence the '
-        'log scale), so the median is drawn beside it.',
+        'The variation coefficient tells how much of a token remains, relative to the token, after the mean mu of each '
+        'kind of norm is subtracted. It is the mean of |(x - mu) / x| over all elements of the same tokens. A few '
+        'elements near 0 dominate this mean, so it is drawn on a log scale next to the median.',
         figures.variation(shown),
         ('model', 'norm', 'statistics', 'mean', 'median'),
         rows,
@@ -95,7 +96,7 @@ def draw_variation(report: Report, runs: list[Observation]) -> None:
 def draw_lambdas(report: Report, runs: list[Observation]) -> None:
     runs = [run for run in runs if run.layers]
     if not runs:
-        report.leave_out('Lambda of each head', 'no model has a DTN layer.')
+        report.leave_out('Lambda of each head', 'None of the models has a DTN layer.')
         return
     shown: dict[str, dict[str, tuple[figures.Array, figures.Array]]] = {}
     for run in runs:
@@ -104,8 +105,9 @@ def draw_lambdas(report: Report, runs: list[Observation]) -> None:
     report.figure(
         'lambda',
         'Lambda of each head',
-        'How each head of each DTN layer of the checkpoint mixes: at 1 it takes the statistics of the token itself, as '
-        'LayerNorm, at 0 those of its neighbourhood alone. Training starts at 1/2, the dotted line.',
+        'The lambdas of all heads of all DTN layers of the checkpoint. A head with lambda 1 uses the statistics of the '
+        'token itself, as LayerNorm does. A head with lambda 0 uses only those of its neighbourhood. The dotted line '
+        'is the initial value, 1/2.',
         figures.lambdas(shown),
         ('model', 'layer', 'head', 'lambda_mean', 'lambda_var'),
         [
@@ -120,17 +122,17 @@ def draw_lambdas(report: Report, runs: list[Observation]) -> None:
 def draw_lambda_curves(report: Report, path: str | None) -> None:
     title = 'Lambda over training (Fig. 4)'
     if path is None:
-        report.leave_out(title, 'no log was given (--log, the scalars.json of a run with DTNMonitorHook).')
+        report.leave_out(title, 'No log was given. Pass the scalars.json of a run with DTNMonitorHook to --log.')
         return
     curves = read_lambdas(path)
     if not curves['lambda_mean']:
-        report.leave_out(title, f'{path} has no lambdas: it is not of a run with DTN layers and DTNMonitorHook.')
+        report.leave_out(title, f'{path} has no lambdas. Pass the log of a run with DTN layers and DTNMonitorHook.')
         return
     report.figure(
         'lambda_over_training',
         title,
-        'The mean over the heads of each DTN layer, dark for the first layers and light for the last; the '
-        'shade behind it reaches from the smallest head to the largest.',
+        'Each line is the mean lambda over the heads of a DTN layer, dark for the first layers and light for the last '
+        'ones. The shaded area around it covers the range from the smallest to the largest head.',
         figures.lambda_curves(curves),
         ('quantity', 'layer', 'iteration', 'head', 'lambda'),
         [
@@ -145,7 +147,7 @@ def draw_lambda_curves(report: Report, path: str | None) -> None:
 
 def draw_neighbourhoods(report: Report, runs: list[Observation]) -> None:
     if not any(run.layers for run in runs):
-        report.leave_out('P of one query token (Figs. 7, 8)', 'no model has a DTN layer.')
+        report.leave_out('P of one query token (Figs. 7, 8)', 'None of the models has a DTN layer.')
     for number, run in enumerate(runs):
         for name in run.shown_norms() if run.layers else ():
             block, layer, *_ = run.norms()[name]
@@ -159,10 +161,10 @@ def draw_neighbourhoods(report: Report, runs: list[Observation]) -> None:
             report.figure(
                 f'neighbourhood{_number(number)}_{figures.short(name).replace(" ", "_")}',
                 f'P of one query token: {run.trained.label}, {name} (Figs. 7, 8)',
-                f'What each head of the layer mixes into the statistics of the token at the cross, at the start of '
-                f'training (upper row) and in the checkpoint; light is much. The grid is {grid} {cells}. Each picture '
-                'has its own scale, whose largest value is written above it. Heads that start '
-                'at random are drawn with another random start than the one that they had.',
+                f'The weights with which each head averages the statistics of other tokens for the token at the cross, '
+                'at the start of training (upper row) and in the checkpoint (lower row). Light colours are large '
+                f'weights. The grid is {grid} {cells}. Each map has its own scale; its largest value is in its title. '
+                'Heads with random initial values are drawn with newly drawn values in the upper row.',
                 figures.neighbourhood(start, trained, _centre(block.grid, layer.pool_size)),
                 ('head', 'row', 'column', 'start', 'trained'),
                 [[*place, float(start[place]), float(trained[place])] for place in np.ndindex(trained.shape)],
@@ -170,7 +172,7 @@ def draw_neighbourhoods(report: Report, runs: list[Observation]) -> None:
 
 
 def _centre(grid: tuple[int, int], pool_size: int) -> tuple[int, int]:
-    """The cell in the middle of a grid of tokens."""
+    """Returns the cell in the middle of a grid of tokens."""
     height, width = (-(-side // pool_size) // 2 for side in grid)
     return height, width
 
@@ -182,7 +184,9 @@ def draw_components(report: Report, runs: list[Observation]) -> None:
         for name in run.shown_norms():
             block, _, before, after = run.norms()[name]
             if before.shape[1] * before.shape[2] < 3:
-                report.leave_out(f'Principal components of {name}', 'a map of less than three tokens has no two.')
+                report.leave_out(
+                    f'Principal components of {name}', 'Two components need a map of three tokens or more.'
+                )
                 continue
             grids[name] = block.grid
             pairs = (principal_components(tokens[0].flatten(0, 1)) for tokens in (before, after))
@@ -195,9 +199,9 @@ def draw_components(report: Report, runs: list[Observation]) -> None:
         report.figure(
             f'principal_components{_number(number)}',
             f'Principal components of tokens: {run.trained.label} (Fig. 9)',
-            f'The tokens of {run.first.name}, projected on the two directions in which they differ most, coloured by '
-            'the row and by the column that they come from. Where neighbours in colour are neighbours in the plot, '
-            'tokens tell where they are. In brackets the share of the variance that a direction holds.',
+            f'The tokens of {run.first.name}, projected on their first two principal components and coloured by row '
+            'and by column of the token. If points of similar colour are close together, the tokens encode their '
+            'position. The share of the variance of each component is in brackets.',
             figures.components(shown, grids),
             ('norm', 'row', 'column', 'before_1', 'before_2', 'after_1', 'after_2'),
             rows,
@@ -218,20 +222,20 @@ def draw_looks(report: Report, runs: list[Observation]) -> None:
                 for block, values in maps
                 for y, x in np.ndindex(values.shape)
             ]
-    said = []
+    notes = []
     samples = [seen.sample for run in runs for seen, _ in run.looks]
     annotations = [s.gt_instances for s in samples if s is not None and 'gt_instances' in s]
     if any('labels' in found and len(found) == 0 for found in annotations):
-        said.append('An image without annotated objects is among them.')
+        notes.append('At least one of the images has no annotated objects.')
     if all(s is None for s in samples):
-        said.append('A bare backbone predicts nothing.')
+        notes.append('A bare backbone makes no predictions.')
     elif any(s is not None and 'pred_instances' in s and not (s.pred_instances.scores > 0.3).any() for s in samples):
-        said.append('Where nothing scores above 0.3, no box is drawn.')
+        notes.append('Only boxes with a score above 0.3 are drawn.')
     report.figure(
         'where_it_looks',
         'Where the model looks',
-        'Each row an image and a model: annotations, predictions, and the norm of the tokens after some '
-        'blocks. Bright places carry much to the layers that follow. ' + ' '.join(said),
+        'Each row shows annotations, predictions and the norm of the tokens after some blocks, for one image and one '
+        'model. Tokens at bright positions contribute most to the following layers. ' + ' '.join(notes),
         figures.looks(images, runs[0].trained.classes),
         ('image', 'model', 'what', 'where', 'value'),
         rows,
@@ -265,11 +269,11 @@ def draw_cost(report: Report, runs: list[Observation]) -> None:
     report.figure(
         'cost_by_layer',
         'Cost of each norm (Table 1)',
-        'Parameters and multiply-adds of each norm of a block, beside those of LayerNorm in its place, for the first '
-        'image. '
+        'Parameters and FLOPs (multiply-adds) of each norm of a block for the first image, compared with those of a '
+        'LayerNorm in its place. '
         + ' '.join(
-            f'{run.trained.label}: {sum(p.numel() for p in run.trained.model.parameters()) / 1e6:.2f} M parameters in '
-            f'all, {sum(_last(v)[1] for v in shown[run.trained.label].values()) / 1e6:.1f} M FLOPs in these norms.'
+            f'{run.trained.label} has {sum(p.numel() for p in run.trained.model.parameters()) / 1e6:.2f} M parameters '
+            f'and {sum(_last(v)[1] for v in shown[run.trained.label].values()) / 1e6:.1f} M FLOPs in these norms.'
             for run in runs
         ),
         figures.norm_cost(shown),

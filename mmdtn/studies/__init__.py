@@ -1,4 +1,4 @@
-"""Studies: the same model and schedule with one thing changed, several seeds each, and what can be concluded."""
+"""Studies train variants of one config with several seeds and compare them."""
 
 from .page import write_results
 from .records import Record, records

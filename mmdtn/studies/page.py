@@ -1,4 +1,4 @@
-"""The tables and curves of a study, from the records of its runs."""
+"""Writes the tables and learning curves of a study from the records of its runs."""
 
 import math
 import statistics
@@ -13,18 +13,23 @@ from .records import Record, records
 from .statistics import Comparison, compare, seeds_needed, std_interval
 from .study import Evaluation, Study
 
-DPI = 60  # with figures 12 inches wide, 720 px: a page has several
-POINT = 1.0  # the difference that the seeds are counted for
+DPI = 60  # figures are 12 inches wide, so images are 720 pixels wide
+POINT = 1.0  # the difference, in points, for which the number of seeds is computed
 
 Records = dict[tuple[str, int], Record]
 Values = dict[str, dict[int, float]]  # by variant and seed
 
 
 def write_results(study: Study, results: Path, page: Path | None = None) -> str:
-    """``curves.png`` and ``runs.csv`` beside a study's records; its section of ``page`` is replaced, and returned."""
+    """Writes ``curves.png`` and ``runs.csv`` into the folder of a study's records and returns its section of a page.
+
+    If ``page`` exists and has a section for the study, the section is replaced.
+    """
     found = records(study, results)
     if not found:
-        raise ValueError(f'{results / study.name} has no finished run of {study.name} yet.')
+        raise ValueError(
+            f'{results / study.name} has no finished run of {study.name}. Run the study first: tools/study.py.'
+        )
     folder = results / study.name
     groups = {variant: [r.curves for (v, _), r in found.items() if v == variant] for variant in study.variants}
     drawn = {variant: runs for variant, runs in groups.items() if runs}
@@ -91,7 +96,7 @@ def _training(study: Study, found: Records, title: str, metric: str) -> tuple[li
 
 
 def _evaluated(study: Study, found: Records, evaluations: dict[str, Evaluation]) -> list[list[str]]:
-    """A header and a row for each variant: by evaluation and metric the mean, and the difference to the baseline."""
+    """Returns a header and one row per variant with the mean of each metric and its difference from the baseline."""
     columns = {}
     for name, evaluation in evaluations.items():
         for title, metric in (evaluation.metrics or study.metrics).items():
@@ -118,18 +123,19 @@ def _seeds(study: Study, found: Records) -> str:
     final = _by_variant({key: curve[max(curve)] for key, curve in curves.items()})
     compared = {variant: pair for variant in final if (pair := _pair(study, final, variant))}
     if not compared:
-        return f'There is nothing yet to compare with {study.baseline}.'
+        return f'No finished run can be compared with {study.baseline} yet.'
     pairs = {variant: pair for variant, pair in compared.items() if pair.seeds > 1}
     if not pairs:
-        return f'One seed tells nothing about differences in {title}.'
+        return f'One seed is not enough to estimate how much differences in {title} vary.'
     variant = max(pairs, key=lambda name: pairs[name].std)
     std, n = pairs[variant].std, pairs[variant].seeds
     low, high = std_interval(std, n)
     counts = [seeds_needed(each, POINT) or 'more than 10,000' for each in (std, low, high)]
     return (
-        f'The difference in {title} between {variant} and {study.baseline} of one seed has a standard deviation of '
-        f'{std:.2f} points; {n} seeds do not tell it better than {low:.2f} to {high:.2f}. To see a difference of one '
-        f'point in four of five studies takes {counts[0]} seeds of each; with that interval {counts[1]} to {counts[2]}.'
+        f'Over {n} seeds, the difference in {title} between {variant} and {study.baseline} has a standard deviation of '
+        f'{std:.2f} points, with a 95% confidence interval of {low:.2f} to {high:.2f}. Detecting a difference of one '
+        f'point with a power of 80% takes {counts[0]} seeds per variant. At the two ends of the interval, it takes '
+        f'{counts[1]} and {counts[2]} seeds.'
     )
 
 
@@ -138,22 +144,22 @@ def _facts(study: Study, found: Records) -> str:
     minutes = sorted(record.core_minutes for record in found.values() if record.core_minutes)
     machines = sorted({f'{record.machine}, torch {record.torch}' for record in found.values()})
     took = sorted({f'{minutes[0]:.0f}', f'{minutes[-1]:.0f}'}, key=int) if minutes else []
-    time = f', {" to ".join(took)} minutes of one core each' if took else ''
-    said = [f'{len(found)} run{"s" * (len(found) > 1)}{time}; {"; ".join(machines)}.']
+    time = f' took {" to ".join(took)} minutes of one core each' if took else ''
+    facts = [f'{len(found)} run{"s" * (len(found) > 1)}{time} ({"; ".join(machines)}).']
     if todo:
-        said.append(f'Not run yet: {_runs(todo)}.')
+        facts.append(f'Runs that are not finished yet: {_runs(todo)}.')
     for title, metric in study.metrics.items():
         if missing := [key for key, record in found.items() if not record.curves.get(metric)]:
-            said.append(f'Not measured in training, {title}: {_runs(missing)}.')
+            facts.append(f'Runs without {title} in their logs: {_runs(missing)}.')
     lacking: dict[str, list[str]] = {}
     for name in study.evaluations:
         if runs := [key for key, record in found.items() if name in record.missing(study)]:
             lacking.setdefault(_runs(runs), []).append(name)
-    said += [f'Not measured yet, {", ".join(names)}: {runs}.' for runs, names in lacking.items()]
+    facts += [f'Missing evaluations ({", ".join(names)}): {runs}.' for runs, names in lacking.items()]
     others = [(v, s) for (v, s), record in found.items() if record.fingerprint != study.fingerprint(v, s)]
     if others:
-        said.append(f'Made with another version of the config: {_runs(others)}.')
-    return ' '.join(said)
+        facts.append(f'Runs with another version of the config: {_runs(others)}.')
+    return ' '.join(facts)
 
 
 def _runs(runs: list[tuple[str, int]]) -> str:
@@ -164,18 +170,22 @@ def _runs(runs: list[tuple[str, int]]) -> str:
 
 
 def after_a_third(curve: Curve) -> float:
-    """At the first evaluation that has seen a third of the schedule."""
+    """Returns the value of the first evaluation after a third of the schedule."""
     return curve[min(step for step in curve if step >= max(curve) / 3)]
 
 
 def _curves(found: Records, metric: str) -> dict[tuple[str, int], Curve]:
-    """Of the runs that have it: a study may be given another metric later."""
+    """Returns the curves of a metric for the runs that logged it, as metrics may be added to a study later."""
     there = {key: record.curves.get(metric) for key, record in found.items()}
     return {key: _in_points(curve, metric) for key, curve in there.items() if curve}
 
 
 def _in_points(curve: Curve, metric: str) -> Curve:
-    """Points: accuracies, errors and rPC are in percent already, COCO's APs are not, nor P and mPC, which are APs."""
+    """Converts a curve to percentage points.
+
+    APs of COCO are between 0 and 1, and so are P and mPC, which are computed from APs. All other metrics are in percent
+    already.
+    """
     share = metric.startswith('coco/') or metric.endswith(('mAP_P', 'mAP_mPC'))
     return {step: value * (100 if share else 1) for step, value in curve.items()}
 
@@ -188,7 +198,7 @@ def _by_variant(values: dict[tuple[str, int], float]) -> Values:
 
 
 def _pair(study: Study, values: Values, variant: str) -> Comparison | None:
-    """With the baseline, over the seeds that both have."""
+    """Compares a variant with the baseline over the seeds that both have."""
     both = sorted(values.get(variant, {}).keys() & values.get(study.baseline, {}).keys())
     if variant == study.baseline or not both:
         return None

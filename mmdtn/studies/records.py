@@ -1,4 +1,4 @@
-"""What is kept of a finished run: a JSON file of a few kilobytes."""
+"""Records of finished runs: one JSON file of a few kilobytes per run."""
 
 import json
 import os
@@ -15,18 +15,21 @@ from mmdtn.files import write_whole
 
 from .study import Study
 
-WATCHED = ('loss', 'grad_norm')  # of training, beside the study's metrics
-POINTS = 40  # of a curve that has a value for many iterations
+WATCHED = ('loss', 'grad_norm')  # training values that are recorded in addition to the study's metrics
+POINTS = 40  # number of points to which long training curves are reduced
 
 
 @dataclass
 class Record:
-    """A finished run.
+    """Record of a finished run.
 
-    ``curves`` has by metric and step the study's metrics, and the loss and the gradient norm as means over windows.
-    ``evaluations`` has by name and metric what was measured on the trained model, and ``measured`` by name the
-    fingerprint of how. ``core_minutes`` is the processor's
-    time, which other work on the machine does not change much; None for a run that was interrupted.
+    Args:
+        fingerprint: Hash of the config that was trained.
+        core_minutes: CPU time of the training, which hardly depends on other load of the machine. None for a run that
+            was interrupted.
+        curves: Values of the study's metrics, by metric and step. Loss and gradient norm are means over windows.
+        measured: Fingerprint of each evaluation that was made, by the evaluation's name.
+        evaluations: Values that the evaluations measured on the trained model, by name and metric.
     """
 
     study: str
@@ -42,7 +45,7 @@ class Record:
     evaluations: dict[str, dict[str, float]] = field(default_factory=dict)
 
     def missing(self, study: Study) -> list[str]:
-        """Evaluations that were not made, or not as the study has them now."""
+        """Names the evaluations that are missing or have changed in the study since they were made."""
         return [
             name
             for name, evaluation in study.evaluations.items()
@@ -52,7 +55,7 @@ class Record:
 
     def save(self, path: Path) -> None:
         content = asdict(self)
-        # A line for each curve and each evaluation, so that a change can be read.
+        # Each curve and each evaluation is on a line of its own, so that diffs are readable.
         parts = {name: content.pop(name) for name in ('curves', 'evaluations')}
         lines = [f'{json.dumps(key)}: {json.dumps(value)}' for key, value in content.items()]
         for name, values in parts.items():
@@ -68,7 +71,7 @@ class Record:
 
 
 def records(study: Study, results: Path) -> dict[tuple[str, int], Record]:
-    """By variant and seed, those of a study's runs that are finished."""
+    """Loads the records of a study's finished runs, by variant and seed."""
     there = [Record.load(path) for path in (results / study.name).glob('*.json')]
     order = list(study.variants)
     return {
@@ -82,12 +85,12 @@ def record_path(study: Study, variant: str, seed: int, results: Path) -> Path:
 
 
 def kept_curves(study: Study, work_dir: Path) -> Curves:
-    """Of a work directory's logs, what a record keeps."""
+    """Reads the curves of a record from the logs in a work directory."""
     run = read_run(work_dir)
     _add_zeros(run)
     for name in study.metrics.values():
         if name not in run:
-            raise UserError(f'the logs in {work_dir} have no {name!r}{nearest(name, run)}')
+            raise UserError(f'The logs in {work_dir} have no {name!r}{nearest(name, run)}')
     kept = {name: {step: _short(v) for step, v in run[name].items()} for name in study.metrics.values()}
     kept |= {name: _windows(run[name]) for name in WATCHED if run.get(name)}
     if epochs := run.get('epoch'):
@@ -96,7 +99,7 @@ def kept_curves(study: Study, work_dir: Path) -> Curves:
 
 
 def _add_zeros(run: Curves) -> None:
-    """MMDetection's COCO metric says nothing of an evaluation in which nothing was found: then its APs are 0."""
+    """Sets the APs of evaluations without any detection to 0, because MMDetection's COCO metric does not log them."""
     coco = [name for name in run if name.startswith('coco/')]
     measured = {step for name in coco for step in run[name]}
     for name in coco:
@@ -104,7 +107,7 @@ def _add_zeros(run: Curves) -> None:
 
 
 def _windows(curve: Curve) -> Curve:
-    """Means over equal parts, each under its last step."""
+    """Averages a curve over windows of equal length. Each mean is stored at the last step of its window."""
     steps = sorted(curve)
     parts = np.array_split(np.array(steps), min(POINTS, len(steps)))
     return {int(part[-1]): _short(float(np.mean([curve[int(step)] for step in part]))) for part in parts}
@@ -115,8 +118,8 @@ def _short(value: float) -> float:
 
 
 def machine() -> str:
-    """The processor's name, its cores, and the system."""
-    info = Path('/proc/cpuinfo')  # Linux has it
+    """Returns the name of the processor, the number of its cores, and the operating system."""
+    info = Path('/proc/cpuinfo')  # exists on Linux only
     lines = info.read_text().splitlines() if info.exists() else []
     names = [line.partition(':')[2].strip() for line in lines if line.startswith('model name')]
     name = names[0] if names else platform.processor() or platform.machine()

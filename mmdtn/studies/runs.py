@@ -1,4 +1,4 @@
-"""Runs the trainings and evaluations of studies by the usual tools, side by side, each once."""
+"""Runs the trainings and evaluations of studies in parallel, with the command line tools."""
 
 import json
 import os
@@ -20,13 +20,13 @@ from mmdtn.errors import UserError, nearest
 from .records import Record, kept_curves, machine, record_path
 from .study import TOOLS, Evaluation, Options, Study
 
-NICE = 10  # other work on the machine goes first
-STARTED, FINISHED = 'started', 'finished'  # files in a run's work directory; the first has its fingerprint
+NICE = 10  # niceness of the runs, so that they yield to other processes
+STARTED, FINISHED = 'started', 'finished'  # marker files in a work directory; started has the run's fingerprint
 
 
 @dataclass(frozen=True)
 class Job:
-    """One run: a training, and what is measured on its model."""
+    """One run of a study: a training and the evaluations of its model."""
 
     study: Study
     variant: str
@@ -41,7 +41,10 @@ class Job:
 
 
 def jobs(study: Study, variants: Sequence[str] | None = None, seeds: Sequence[int] | None = None) -> list[Job]:
-    """Of a study, or only of these variants and seeds. A seed's runs come together: soon there are pairs to compare."""
+    """Lists the runs of a study, or only those of the given variants and seeds.
+
+    The runs are sorted by seed, so that variants can be compared before all seeds are finished.
+    """
     for name in variants or ():
         if name not in study.variants:
             raise UserError(f'{study.name} has no variant {name!r}{nearest(name, study.variants)}')
@@ -55,9 +58,9 @@ def jobs(study: Study, variants: Sequence[str] | None = None, seeds: Sequence[in
 
 
 def run_all(todo: Iterable[Job], results: Path, work: Path, root: Path, processes: int) -> list[str]:
-    """Runs what is not finished; returns what failed, a line each. A second call goes on where the first stopped.
+    """Runs all jobs that are not finished and returns one line for each job that failed.
 
-    ``root`` is the folder that has the folder ``tools``.
+    A second call resumes jobs that the first call did not finish. ``root`` is the folder that contains ``tools``.
     """
     failures = []
     runner = _Runner(results, work, root)
@@ -88,13 +91,14 @@ class _Runner:
         record = Record.load(path) if path.exists() else None
         if record is not None and not record.missing(study):
             same = record.fingerprint == job.fingerprint
-            print(f'done before{"" if same else f", with another version of the config ({path})"}: {job}', flush=True)
+            version = '' if same else f' with another version of the config ({path})'
+            print(f'skipping finished run{version}: {job}', flush=True)
             return
         if record is None or not (work / FINISHED).exists():
-            record = self.train(job, work)  # also where only the record is here: what is missing needs the model
+            record = self.train(job, work)  # also if the record exists, because evaluations need the model
             record.save(path)
         for name in record.missing(study):
-            print(f'{name}: {job}', flush=True)
+            print(f'evaluating {name}: {job}', flush=True)
             evaluation = study.evaluations[name]
             folder = work / f'{name.replace(" ", "-")}-{evaluation.fingerprint}'
             record.evaluations[name] = self.evaluate(job, evaluation, work, folder)
@@ -109,8 +113,8 @@ class _Runner:
             work.mkdir(parents=True, exist_ok=True)
             started.write_text(job.fingerprint)
         elif not started.exists() or started.read_text() != job.fingerprint:
-            raise UserError(f'{work} has a run with another version of the config: delete it to start anew.')
-        print(f'{"training" if fresh else "training goes on"}: {job}', flush=True)
+            raise UserError(f'{work} has a run with another version of the config. Delete the folder to start again.')
+        print(f'{"training" if fresh else "resuming training"}: {job}', flush=True)
         options = job.study.settings(job.variant, job.seed)
         command = ['tools/train.py', job.study.config, '--work-dir', str(work), '--resume', *_as_words(options)]
         seconds = self.call(command, work / 'train.log')
@@ -135,25 +139,25 @@ class _Runner:
         self.call([*command, *_as_words(options)], folder.with_name(f'{folder.name}.log'))
         newest = max(folder.glob(pattern), key=lambda file: file.stat().st_mtime_ns)
         measured = json.loads(newest.read_text())
-        measured = measured.get(Path(job.study.config).stem, measured)  # some tools say whose numbers they are
+        measured = measured.get(Path(job.study.config).stem, measured)  # some tools write results by config name
         wanted = evaluation.metrics_of(job.study)
-        if not any(name.startswith('coco/') for name in measured):  # where nothing was found, in no picture
+        if not any(name.startswith('coco/') for name in measured):  # the model detected nothing in any image
             measured |= {name: 0.0 for name in wanted if name.startswith('coco/')}
         for name in wanted:
             if name not in measured:
-                raise UserError(f'{evaluation.tool} has measured no {name!r}{nearest(name, measured)}')
+                raise UserError(f'{evaluation.tool} did not measure {name!r}{nearest(name, measured)}')
         return {name: measured[name] for name in wanted}
 
     def call(self, command: list[str], log: Path) -> float:
-        """Seconds of the processor that the command took; what it says goes to a file."""
+        """Runs a command, appends its output to ``log``, and returns its CPU time in seconds."""
         log.parent.mkdir(parents=True, exist_ok=True)
         env = dict(os.environ, OMP_NUM_THREADS='1')
         tool = [sys.executable, str(self.root / command[0]), *command[1:]]
-        with log.open('a') as said:
+        with log.open('a') as output:
             with self.lock:
                 if self.stopped:
                     raise InterruptedError('stopped')
-                process = subprocess.Popen(tool, stdout=said, stderr=subprocess.STDOUT, env=env)
+                process = subprocess.Popen(tool, stdout=output, stderr=subprocess.STDOUT, env=env)
                 self.running.add(process)
             os.setpriority(os.PRIO_PROCESS, process.pid, max(NICE, os.getpriority(os.PRIO_PROCESS, 0)))
             _, status, usage = os.wait4(process.pid, 0)
@@ -162,7 +166,7 @@ class _Runner:
             self.running.discard(process)
         if process.returncode != 0:
             lines = log.read_text().strip().splitlines() or ['']
-            raise RuntimeError(f'{command[0]} ended with {process.returncode}: {lines[-1]} (all of it: {log})')
+            raise RuntimeError(f'{command[0]} failed with exit code {process.returncode}: {lines[-1]} (log: {log})')
         return usage.ru_utime + usage.ru_stime
 
     def stop(self) -> None:
@@ -174,7 +178,7 @@ class _Runner:
 
 @contextmanager
 def _stopped_with_us(runner: _Runner) -> Iterator[None]:
-    """A study that is killed takes its trainings along; they have their checkpoints."""
+    """Stops the running trainings if the study is stopped. The trainings can be resumed from their checkpoints."""
 
     def interrupt(*_: Any) -> None:
         raise KeyboardInterrupt
@@ -192,7 +196,7 @@ def _stopped_with_us(runner: _Runner) -> Iterator[None]:
 
 
 def _as_words(options: Options) -> list[str]:
-    """As the command line takes them."""
+    """Formats options as arguments of the command line."""
     return ['--cfg-options', *(f'{key}={_word(value)}' for key, value in options.items())]
 
 

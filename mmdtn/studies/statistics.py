@@ -1,4 +1,4 @@
-"""How much a few seeds can tell."""
+"""Statistics of paired comparisons with few seeds."""
 
 import math
 from collections.abc import Sequence
@@ -11,21 +11,22 @@ RESAMPLES = 10_000
 
 
 class Comparison(NamedTuple):
-    """Paired differences of one thing to the baseline, run by run with the same seed; intervals of 95%."""
+    """Statistics of the differences between a variant and the baseline, paired by seed, with 95% intervals."""
 
     seeds: int
     mean: float
-    std: float  # of one difference; NaN for a single seed, as the intervals are
+    std: float  # standard deviation of one difference; NaN for a single seed, as are the intervals
     bootstrap: tuple[float, float]
     student: tuple[float, float]
 
 
 def compare(values: Sequence[float], baseline: Sequence[float]) -> Comparison:
-    """``values[i]`` and ``baseline[i]`` are of the same seed.
+    """Compares values with those of the baseline. ``values[i]`` and ``baseline[i]`` must have the same seed.
 
-    The percentile bootstrap knows no value beyond those that occurred. Of three seeds its interval is from the smallest
-    difference to the largest, which hold the true mean in about 75 of 100 studies. Student's interval holds it in 95,
-    if differences are normally distributed, and is the one to conclude from.
+    Draw conclusions from Student's interval, which contains the true mean in 95 of 100 studies if differences are
+    normally distributed. The interval of the percentile bootstrap never exceeds the observed differences. With three
+    seeds, the bootstrap interval reaches from the smallest to the largest difference and contains the true mean in only
+    about 75 of 100 studies.
     """
     differences = np.asarray(values, float) - np.asarray(baseline, float)
     n = len(differences)
@@ -39,13 +40,18 @@ def compare(values: Sequence[float], baseline: Sequence[float]) -> Comparison:
 
 
 def std_interval(std: float, n: int) -> tuple[float, float]:
-    """Where the standard deviation of a normal distribution is, with 95%, that n values have given as ``std``."""
+    """Computes the 95% confidence interval of a normal distribution's standard deviation.
+
+    ``std`` is the standard deviation that was estimated from ``n`` values.
+    """
     low, high = (float(stats.chi2.ppf(p, n - 1)) for p in (0.975, 0.025))
     return std * math.sqrt((n - 1) / low), std * math.sqrt((n - 1) / high)
 
 
 def seeds_needed(std: float, difference: float, power: float = 0.8, limit: int = 10_000) -> int | None:
-    """Seeds of each, so that a paired t test at 5% sees ``difference`` with this probability; None: over the limit.
+    """Computes how many seeds a paired t test at the 5% level needs to detect ``difference`` with the given power.
+
+    Returns None if the number exceeds ``limit``.
 
     Example:
         >>> seeds_needed(std=1.0, difference=1.0)
@@ -56,7 +62,7 @@ def seeds_needed(std: float, difference: float, power: float = 0.8, limit: int =
     for n in range(2, limit + 1):
         shift = abs(difference) / std * math.sqrt(n)
         critical = stats.t.ppf(0.975, n - 1)
-        wrong_sign = np.nan_to_num(stats.nct.cdf(-critical, n - 1, shift))  # SciPy has NaN where it is nearly 0
+        wrong_sign = np.nan_to_num(stats.nct.cdf(-critical, n - 1, shift))  # SciPy returns NaN if it is nearly 0
         if stats.nct.sf(critical, n - 1, shift) + wrong_sign >= power:
             return n
     return None

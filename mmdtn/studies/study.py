@@ -1,4 +1,4 @@
-"""What a study is: a file in configs/studies that says which runs are compared."""
+"""Reads studies, which are files in configs/studies that define the runs to compare."""
 
 import hashlib
 import json
@@ -13,8 +13,9 @@ from mmengine.config import Config
 
 from mmdtn.errors import UserError, nearest
 
-Options = Mapping[str, Any]  # settings to change in a config, as --cfg-options takes them
-# What an evaluation can call: by tool, the option for a folder, and the file in it that has the metrics.
+Options = Mapping[str, Any]  # changes of a config, in the form of --cfg-options
+# Tools that an evaluation can run. Each entry has the tool's option for the output folder and a pattern for the file of
+# metrics in this folder.
 TOOLS = {
     'tools/test.py': ('--work-dir', '*/[0-9]*_[0-9]*.json'),
     'tools/analysis_tools/test_robustness.py': ('--out', 'summary.json'),
@@ -23,19 +24,19 @@ TOOLS = {
 
 @dataclass(frozen=True)
 class Study:
-    """Runs of one config that differ in a few options and in the seed.
+    """A set of runs of one config that differ in a few options and in the seed.
 
     Args:
-        name: Of the study's file.
-        file: Where it is.
-        title: A heading.
-        config: What all runs train.
-        variants: By name, the options in which a variant differs.
-        baseline: The variant that the others are compared with.
-        metrics: By title, the name in the logs; the first is the one that the seeds are counted for.
-        seeds: Of the runs of each variant, for those in ``few`` only the first.
-        few: Variants that are run with one seed.
-        evaluations: By name, what is measured on each trained model beside: the arguments of a tool.
+        name: Name of the study, which is the stem of its file.
+        file: Path of the study's file.
+        title: Heading of the study.
+        config: Path of the config that all runs train.
+        variants: Options that each variant changes in the config, by the variant's name.
+        baseline: Name of the variant that all others are compared with.
+        metrics: Names of metrics in the logs, by title. The number of seeds is computed for the first one.
+        seeds: Seeds of the runs of each variant. Variants in ``few`` use only the first seed.
+        few: Names of the variants that are run with one seed.
+        evaluations: Further measurements on each trained model, by name.
     """
 
     name: str
@@ -53,29 +54,31 @@ class Study:
         return self.seeds[:1] if variant in self.few else self.seeds
 
     def settings(self, variant: str, seed: int) -> dict[str, Any]:
-        """What a run changes in the config."""
+        """Returns the changes that a run makes in the config."""
         return {**self.variants[variant], 'randomness.seed': seed}
 
     def fingerprint(self, variant: str, seed: int) -> str:
-        """Of all that the run's config says, inherited files included: equal for runs that may share a table."""
+        """Returns a hash of the run's whole config, including inherited files."""
         cfg = Config.fromfile(self.config)
         cfg.merge_from_dict(self.settings(variant, seed))
         return _digest(cfg.to_dict())
 
     @classmethod
     def read(cls, file: str | Path) -> 'Study':
-        """From a Python file of ``name = value``, in MM's way of configs."""
+        """Reads a study from a Python config file of MMEngine."""
         content = {k: v for k, v in Config.fromfile(file).to_dict().items() if not k.startswith('_')}
         known = {f.name for f in fields(cls)} - {'name', 'file'}
         for key in content.keys() - known:
-            raise UserError(f'{file}: a study has no {key!r}{nearest(key, known)}')
+            raise UserError(f'{file}: a study has no field {key!r}{nearest(key, known)}')
         if missing := {'title', 'config', 'variants', 'metrics'} - content.keys():
-            raise UserError(f'{file} is no study: it lacks {", ".join(sorted(missing))}.')
+            raise UserError(f'{file} is not a study. Add the missing fields {", ".join(sorted(missing))}.')
         content['seeds'] = tuple(content.get('seeds', cls.seeds))
         evaluations = content.pop('evaluations', {})
         for name in (*content['variants'], *evaluations):
             if not re.fullmatch(r'[\w.+ -]+', name):
-                raise UserError(f'{file}: {name!r} names files: letters, digits, spaces and . + - _ only.')
+                raise UserError(
+                    f'{file}: {name!r} cannot be part of a file name. Use letters, digits, spaces and . + - _ only.'
+                )
         study = cls(
             name=Path(file).stem,
             file=os.path.relpath(file),
@@ -85,30 +88,30 @@ class Study:
         for options in (*study.variants.values(), *(each.options for each in study.evaluations.values())):
             for key, value in options.items():
                 if isinstance(value, dict) or (isinstance(value, str) and set(value) & set(' ,[](){}')):
-                    raise UserError(f'{file}: {key}={value!r} is no option for a command line: put it into a config.')
+                    raise UserError(
+                        f'{file}: {key}={value!r} cannot be passed on the command line. Set it in a config instead.'
+                    )
         for evaluation in study.evaluations.values():
             if evaluation.tool not in TOOLS:
                 raise UserError(
-                    f'{file}: no evaluation is made by {evaluation.tool!r}{nearest(evaluation.tool, TOOLS)}'
+                    f'{file}: {evaluation.tool!r} cannot make an evaluation{nearest(evaluation.tool, TOOLS)}'
                 )
         for key, name in (('baseline', study.baseline), *(('few', name) for name in study.few)):
             if name not in study.variants:
-                raise UserError(
-                    f'{file}: {key}={name!r}, where there is no variant {name!r}{nearest(name, study.variants)}'
-                )
+                raise UserError(f'{file}: {key}={name!r} is not the name of a variant{nearest(name, study.variants)}')
         return study
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """One more measurement of a trained model.
+    """Evaluation of a trained model by a tool, in addition to the metrics that training logs.
 
     Args:
-        title: Of its part of the page.
-        options: Settings to change in the config of the run.
-        metrics: By title, the name in what the tool writes; those of the study, if not said.
-        tool: What runs, one of ``TOOLS``.
-        arguments: More of the tool's.
+        title: Heading of the evaluation's table.
+        options: Changes of the run's config.
+        metrics: Names of metrics in the tool's output, by title. The default is the metrics of the study.
+        tool: The tool to run, one of ``TOOLS``.
+        arguments: Further arguments of the tool.
     """
 
     title: str = ''
@@ -122,7 +125,7 @@ class Evaluation:
 
     @property
     def fingerprint(self) -> str:
-        """Of what decides the numbers."""
+        """Returns a hash of all settings that the measured values depend on."""
         return _digest([self.tool, self.options, self.arguments])
 
 

@@ -1,4 +1,4 @@
-"""Attention distance against examples worked by hand, and attention against what the modules do with it."""
+"""Compares attention distances with examples computed by hand, and attention with the outputs of the modules."""
 
 import math
 
@@ -13,7 +13,7 @@ from mmdtn.backbones.layers import Attention, Block
 from mmdtn.backbones.swin import WindowAttention
 from mmdtn.norms import Place
 
-# All ordered pairs of a 3 x 3 grid by their distance: 9 at 0, 24 at 1, 12 at 2, 16 at sqrt 2, 16 at sqrt 5, 4 at sqrt 8
+# Ordered pairs of a 3 x 3 grid by distance: 9 at 0, 24 at 1, 12 at 2, 16 at sqrt 2, 16 at sqrt 5, and 4 at sqrt 8.
 UNIFORM_3X3 = (24 * 1 + 12 * 2 + 16 * math.sqrt(2) + 16 * math.sqrt(5) + 4 * math.sqrt(8)) / 81
 
 
@@ -50,11 +50,11 @@ def test_identity_attention_on_3x3():
 def test_each_query_looking_one_token_to_the_right():
     attn = Attention(4, 1)
     nn.init.eye_(attn.q.weight).data.mul_(20)
-    attn.kv.weight.data[:4] = 20 * torch.eye(4).roll(-1, 0)  # the key of a token is what the query before it asks for
+    attn.kv.weight.data[:4] = 20 * torch.eye(4).roll(-1, 0)  # the query of each token matches the key of the next token
     distance = attention_distance(seen(attn, torch.eye(4).view(1, 1, 4, 4)))
     assert distance.by_head.tolist() == pytest.approx(
         [(1 + 1 + 1 + 3) / 4], abs=1e-5
-    )  # the last one looks at the first
+    )  # the last token attends to the first
 
 
 def test_reduced_keys_are_at_the_centre_of_what_they_stand_for():
@@ -70,7 +70,7 @@ def test_windows_of_2x2_and_shifted_by_one():
     square = (0 + 1 + 1 + math.sqrt(2)) / 4
     plain = attention_distance(seen(uniform(windows(4, 2, 2, shifted=False)), tokens))
     assert plain.by_head.tolist() == pytest.approx([square] * 2) and plain.uniform == pytest.approx(square)
-    # Along each axis the tokens are together as 0 | 1 2 | 3: a square, four pairs, four alone.
+    # Along each axis the windows contain tokens 0 | 1 2 | 3, which makes one square, four pairs and four single tokens.
     shifted = attention_distance(seen(uniform(windows(4, 2, 2, shifted=True)), tokens))
     assert shifted.by_head.tolist() == pytest.approx([(4 * square + 8 * 0.5 + 4 * 0) / 16] * 2)
     assert shifted.uniform == pytest.approx(shifted.by_head[0].item())
@@ -141,8 +141,8 @@ def test_attention_of_levit_makes_the_output(shrinking):
 @pytest.mark.parametrize('reduction', [1, 2])
 def test_relative_position_is_part_of_attention(reduction, shape):
     attn = Attention(8, 2, reduction, nn.LayerNorm(8), rpe=True)
-    uniform(attn.q)  # so that the bias decides alone
-    attn.rpe.position.data = torch.tensor([[-1.0, 0.0, 0.0], [-1.0, 2.0, 0.0]])  # at the token; one cell to its right
+    uniform(attn.q)  # attention then depends on the bias only
+    attn.rpe.position.data = torch.tensor([[-1.0, 0.0, 0.0], [-1.0, 2.0, 0.0]])  # maximum at the token; at its right
     parts = attention(seen(attn, torch.randn(1, *shape, 8)))
     for part in parts:
         shift = (part.keys[0] - part.queries[0, :, None]) / reduction

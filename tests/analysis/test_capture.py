@@ -1,4 +1,4 @@
-"""Watching a model changes nothing in it."""
+"""Recording tokens does not change the model or its outputs."""
 
 import pytest
 import torch
@@ -46,7 +46,7 @@ def test_the_output_is_the_same_to_the_bit(family, norm):
     assert all(not module._forward_hooks for module in model.modules())
     assert len(capture.blocks) == sum(isinstance(module, Block) for module in model.modules())
     assert all((d.by_head > 0).all() and d.uniform > 0 for d in distances)
-    with torch.no_grad():  # with gradients torch takes another attention kernel, which rounds otherwise
+    with torch.no_grad():  # with gradients, torch uses another attention kernel
         for seen in capture.blocks:
             grid = seen.grid if seen.has_class_token else None
             for name in ('norm1', 'norm2'):

@@ -20,9 +20,9 @@ def test_counts_each_storage_once_and_no_parameter():
     model = nn.Sequential(nn.Linear(8, 32, bias=False), nn.Sigmoid())
     with SavedBytes(model) as saved:
         y = model(x)
-    assert saved.total == (16 * 8 + 16 * 32) * 4  # the linear layer keeps x but not its weight, the sigmoid its output
+    assert saved.total == (16 * 8 + 16 * 32) * 4  # x of the linear layer and the output of the sigmoid
     with SavedBytes(model) as twice:
-        z = y * y  # one storage, saved for both factors
+        z = y * y  # both factors are the same storage
     assert twice.total == 16 * 32 * 4 and z.shape == y.shape
     with SavedBytes(model) as nothing, torch.no_grad():
         model(x)
@@ -34,7 +34,7 @@ def test_flops_of_a_norm_are_those_that_torch_and_mmengine_count(pool_size):
     layer, x = DTN(64, 4, pool_size), torch.randn(1, 13, 20, 64)
     with FlopCounterMode(display=False) as products:
         reference.neighbourhood(reference.by_head(x, 4, layer.settings), layer.position, layer.settings)
-    assert norm_flops(layer, 13, 20, 64) == products.get_total_flops() / 2 + 5 * x.numel()  # torch counts 2 for each
+    assert norm_flops(layer, 13, 20, 64) == products.get_total_flops() / 2 + 5 * x.numel()  # torch counts 2
     assert norm_flops(layer, 13, 20, 64) == flops_by_module(layer, x)['']
     plain = FlopAnalyzer(nn.LayerNorm(64), (x,)).tracer_warnings('none').total()
     assert norm_flops(nn.LayerNorm(64), 13, 20, 64) == plain == flops_by_module(nn.LayerNorm(64), x)['']

@@ -1,4 +1,4 @@
-"""P of one query against the dense softmax."""
+"""Compares P of one query with the dense softmax."""
 
 import pytest
 import torch

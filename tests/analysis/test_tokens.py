@@ -1,4 +1,4 @@
-"""Statistics of tokens, by hand and against numpy and the dense form of DTN."""
+"""Compares statistics of tokens with values computed by hand, with numpy, and with the dense form of DTN."""
 
 import numpy as np
 import pytest
@@ -17,7 +17,7 @@ def test_magnitudes_of_two_heads():
 
 def test_variation_leaves_out_zeros():
     tokens, mean = torch.tensor([[1.0, 2, 0], [-2, 4, 8]]), torch.tensor([[3.0], [1.0]])
-    # |1 - 3| / 1, |2 - 3| / 2, |-2 - 1| / 2, |4 - 1| / 4, |8 - 1| / 8; the 0 has no ratio
+    # |1 - 3| / 1, |2 - 3| / 2, |-2 - 1| / 2, |4 - 1| / 4, |8 - 1| / 8; no ratio for the 0
     assert variation(tokens, mean).tolist() == [2, 0.5, 1.5, 0.75, 0.875]
     assert variation(tokens[1:], mean[1:]).tolist() == [1.5, 0.75, 0.875]
 
@@ -26,7 +26,7 @@ def test_variation_leaves_out_zeros():
     'options', [dict(), dict(pool_size=2), dict(pool_size=4, prenorm=False), dict(mean_lambda=0.3)]
 )
 def test_the_mean_of_dtn_is_the_one_that_the_layer_subtracts(options):
-    """With the variance fixed at LayerNorm's, the dense form gives (x - mu) over a number that is known."""
+    """With the variance of LayerNorm, the dense form computes (x - mu) divided by a known value."""
     torch.manual_seed(0)
     layer = DTN(12, 4, var_lambda=1.0, **options).double()
     nn.init.normal_(layer.position)

@@ -3,7 +3,7 @@ from torch import nn
 
 
 def randomised(model: nn.Module, seed: int = 0) -> nn.Module:
-    """Weights and estimates of batch norms that let a wrong order of operations show: no zeros, no ones."""
+    """Randomises all weights and statistics of batch norms, so that no zero or one hides a wrong operation."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for p in model.parameters():
@@ -12,5 +12,5 @@ def randomised(model: nn.Module, seed: int = 0) -> nn.Module:
             if isinstance(m, nn.modules.batchnorm._BatchNorm):
                 m.running_mean.normal_(std=0.1, generator=generator)
                 m.running_var.uniform_(0.5, 1.5, generator=generator)
-    model.eval()  # MMDetection's Swin returns nothing here
+    model.eval()  # not chained, because eval() of MMDetection's Swin returns None
     return model

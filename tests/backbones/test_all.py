@@ -1,4 +1,4 @@
-"""What users expect of every backbone alike."""
+"""Behaviour that all backbones have in common."""
 
 from typing import Any, NamedTuple
 
@@ -17,7 +17,7 @@ from .helpers import randomised
 
 
 class Case(NamedTuple):
-    """A small model of each kind of output, and the size of images that it takes."""
+    """A small model for each kind of output, and the size of its images."""
 
     backbone: type[nn.Module]
     options: dict[str, Any]
@@ -132,7 +132,7 @@ def test_frozen_stages_hold_still_and_take_in_one_another(name):
 
 
 def everywhere(name: str, norm: str) -> dict[str, Any]:
-    """Arguments that put one kind of norm into all places of a backbone; some have none but those of ``norm_cfg``."""
+    """Returns arguments that use one kind of norm everywhere. Some backbones have no ``other_norm_cfg``."""
     others = {} if CASES[name].backbone is LeViTDTN else dict(other_norm_cfg=dict(type=norm))
     return dict(norm_cfg=dict(type=norm), **others)
 
@@ -149,7 +149,7 @@ def test_every_norm_can_be_another(name, norm):
 
 @pytest.mark.parametrize('name', CASES)
 def test_another_norm_has_the_name_of_the_layernorm_in_its_place(name):
-    """IN has the parameters of LayerNorm, so that even a file of the one loads into the other."""
+    """IN has the same parameters as LayerNorm, so a checkpoint of one can be loaded into the other."""
     ln, other = (small(name, **everywhere(name, norm)) for norm in ('LN', 'IN'))
     other.load_state_dict(ln.state_dict())
 
@@ -157,7 +157,7 @@ def test_another_norm_has_the_name_of_the_layernorm_in_its_place(name):
 @pytest.mark.parametrize('kind', ['DTN', DTN])
 @pytest.mark.parametrize('name', [n for n in CASES if 'other_norm_cfg' in everywhere(n, 'LN')])
 def test_dtn_stays_in_the_blocks(name, kind):
-    with pytest.raises(ValueError, match=r'other_norm_cfg has type=.*DTN.*norm_cfg is for'):
+    with pytest.raises(ValueError, match=r'other_norm_cfg has type=.*DTN'):
         small(name, other_norm_cfg=dict(type=kind))
 
 
@@ -197,14 +197,14 @@ def test_builds_in_every_scope(name, norm):
 
 
 class FullPrecisionDTN(DTN):
-    """Leaves it to autocast to cast its output, in front of each layer that takes it."""
+    """Norm whose output autocast casts in front of each layer that uses it."""
 
     def forward(self, *args: Any, feeds_autocast: bool = False) -> torch.Tensor:
         return super().forward(*args)
 
 
 class CastDTN(FullPrecisionDTN):
-    """Casts its output."""
+    """Norm that casts its output itself."""
 
     def forward(self, *args: Any, feeds_autocast: bool = False) -> torch.Tensor:
         return super().forward(*args).to(torch.bfloat16)
@@ -212,7 +212,7 @@ class CastDTN(FullPrecisionDTN):
 
 @pytest.mark.parametrize('name', CASES)
 def test_half_precision_of_norms_is_that_of_a_cast(name):
-    """A norm in front of linear layers gives half precision at once: to the bit what autocast makes of its output."""
+    """The output of a norm in half precision is bitwise equal to what autocast makes of its float32 output."""
     x = torch.randn(2, 3, *CASES[name].size, requires_grad=True)
     outputs, gradients = {}, {}
     for norm in (DTN, FullPrecisionDTN, CastDTN):

@@ -1,4 +1,4 @@
-"""Exported backbones in ONNX Runtime, at sizes that they were not exported at."""
+"""Runs exported backbones in ONNX Runtime, at other image sizes than those of the export."""
 
 import pytest
 import torch
@@ -9,18 +9,18 @@ from tests.exporting import in_onnx_runtime, largest_difference
 from .helpers import randomised
 from .test_all import CASES, small
 
-# One of each kind of block, as an export takes a time that grows with their number.
+# Each architecture has one block of each kind, because the time of an export grows with the number of blocks.
 SWIN = dict(base='tiny', width=8, depths=(0, 0, 0, 2), num_heads=(1, 1, 2, 2))
 PVT = dict(base='tiny', depths=(1, 1, 1, 1), widths=(8, 16, 20, 32), mlp_ratios=(1, 1, 1, 1))
 
 
 def check(model, example, sizes, **limits):
-    """``example``: what it is exported at. Batch, height and width are open, or batch alone."""
+    """Exports a model with an example of shape ``example``. Batch, height and width, or only the batch, are dynamic."""
     shapes = {0: torch.export.Dim('batch', min=1, max=64)}
     if sizes != [example]:
         shapes |= {i: 32 * torch.export.Dim(name, **limits) for i, name in ((2, 'height'), (3, 'width'))}
     x = torch.randn(2, 3, *example)
-    with torch.no_grad():  # else torch takes one attention kernel for the program and another for ONNX
+    with torch.no_grad():  # with gradients, torch uses another attention kernel
         program = torch.onnx.export(model, (x,), dynamic_shapes=(shapes,), verbose=False)
     assert 'mmdtn' not in str(program.exported_program.graph), 'nobody else knows the operators of this package'
     run, other = in_onnx_runtime(program), program.exported_program.module(check_guards=False)
@@ -38,12 +38,12 @@ def test_pvt():
 
 @pytest.mark.slow
 def test_swin():
-    """224 px and less leave its last stage with a window, in which the model that classifies shifts nothing."""
+    """With images of at most 224 pixels, the last stage has a single window, which classifiers do not shift."""
     model = randomised(SwinDTN(SWIN, out_type='avg_featmap'))
     check(model, (256, 320), [(64, 96), (224, 256), (224, 224), (480, 256)], min=1, max=42)
 
 
-# The performer has a constant that exporters drop: each run of the tests that CI runs should see that.
+# Exporters can drop a constant of the performer, so this test is part of every CI run.
 @pytest.mark.parametrize(
     'name', [pytest.param(n, marks=pytest.mark.slow if n == 't2t-performer' else pytest.mark.exhaustive) for n in CASES]
 )

@@ -1,4 +1,4 @@
-"""LeViTDTN against timm's and MMPretrain's LeViT with the same weights, its counts, and options."""
+"""Compares LeViTDTN with timm's and MMPretrain's LeViT with the same weights, and tests its options."""
 
 import copy
 
@@ -21,7 +21,7 @@ SMALL = dict(widths=(16, 32, 48), key_width=8, num_heads=(2, 3, 4), depths=(1, 1
 
 
 def same(got, want):
-    """Relative to the largest value: batch norms of small batches make numbers of all sizes."""
+    """Compares relative to the largest value, because batch norms of small batches give values of all magnitudes."""
     scale = want.abs().max()
     torch.testing.assert_close(got / scale, want / scale, rtol=1e-5, atol=1e-5)
 
@@ -54,10 +54,10 @@ def test_without_norms_it_is_their_levit(whose, arch, training):
         for got, want in zip(ours(x), means_of_maps(peer, x), strict=True):
             same(got.mean((2, 3)), want)
 
-    # Gradients in float64: many of a bias that a batch norm follows are zero, but for rounding.
+    # Compare gradients in float64, because those of a bias in front of a batch norm are zero except for rounding.
     images = [x.double().requires_grad_() for _ in range(2)]
     for model in (peer, ours):
-        model.double().train(training)  # again: in evaluation MMPretrain's keeps its biases, in float32
+        model.double().train(training)  # called again because MMPretrain caches float32 biases in evaluation mode
     for maps in ([x.mean((2, 3)) for x in ours(images[0])], means_of_maps(peer, images[1])):
         sum((x * torch.linspace(-1, 1, x.numel()).view(x.shape)).sum() for x in maps).backward()
     torch.testing.assert_close(*(image.grad for image in images))
@@ -121,7 +121,7 @@ def test_where_dtn_sits(arch, heads, layers, parameters):
     found = {name: m for name, m in model.named_modules() if isinstance(m, DTN)}
     blocks = [(i, j) for i, stage in enumerate(model.stages) for j in range(len(stage.blocks))]
     assert {*found} == {f'stages.{i}.blocks.{j}.norm{n}' for i, j in blocks for n in (1, 2)}
-    # The attention that leads to a stage takes the width, heads and pool size of the stage before.
+    # The downsampling attention uses the width, heads and pool size of the previous stage.
     leading = {'stages.1.blocks.0.norm1': 0, 'stages.2.blocks.0.norm1': 1}
     widths = [m.num_features for m in (stage.blocks[-1].norm1 for stage in model.stages)]
     by_stage = [0, 0, 0]
@@ -148,7 +148,7 @@ def test_batch_norms_fold_into_the_layers_before_them(norm_cfg):
 
 
 def test_residual_branches_start_at_zero():
-    """Without norms, what the stem and the shrinking attention give is all there is."""
+    """Without norms, the output depends only on the stem and the downsampling attention."""
     model = LeViTDTN(SMALL, norm_cfg=None, img_size=64, out_type='featmap', out_indices=(0,))
     model.init_weights()
     x = torch.randn(2, 3, 64, 64)
@@ -157,7 +157,7 @@ def test_residual_branches_start_at_zero():
 
 
 def test_evaluation_follows_new_weights_and_gives_gradients_again():
-    """timm's attention keeps what it made of its biases in evaluation."""
+    """timm's attention caches its biases in evaluation mode."""
     model, other = (randomised(LeViTDTN(SMALL, img_size=64), seed) for seed in (0, 1))
     x = torch.randn(2, 3, 64, 64)
     with torch.no_grad():
@@ -190,7 +190,7 @@ def test_statistics_of_what_is_frozen_hold_still():
         (dict(arch=dict(base='128s', dephts=(1, 1, 1))), 'unknown fields.*dephts.*depths'),
         (dict(arch=dict(base='128s', depths=(1, 1))), r'depths=\(1, 1\).*each of the 3 stages'),
         (dict(out_type='cls_token'), "out_type='cls_token'.*avg_featmap.*featmap"),
-        (dict(out_indices=(3,)), 'counts stages from 0 to 2'),
+        (dict(out_indices=(3,)), '0 to 2'),
         (dict(pool_sizes=(2, 1)), r'pool_sizes=\(2, 1\).*each of the 3 stages'),
     ],
 )

@@ -1,4 +1,4 @@
-"""PVTDTN against MMDetection's PVT and timm's PVTv2 with the same weights, and what users of backbones expect."""
+"""Compares PVTDTN with MMDetection's PVT and timm's PVTv2 with the same weights, and tests its options."""
 
 import pytest
 import timm

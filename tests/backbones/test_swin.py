@@ -1,4 +1,4 @@
-"""SwinDTN against three other Swins with the same weights, and what users of backbones expect."""
+"""Compares SwinDTN with three other Swin implementations with the same weights, and tests its options."""
 
 import copy
 import pickle
@@ -25,13 +25,13 @@ from .helpers import randomised
 
 LN = dict(type='LN')
 SMALL = dict(base='tiny', width=16, depths=(2, 2, 2, 2), num_heads=(1, 2, 4, 8), drop_path_rate=0.0)
-# Sizes at which windows and patch mergings have something to pad, or a map is smaller than a window.
+# At these sizes, windows and patch merging need padding, or a map is smaller than a window.
 SIZES = [(32, 32), (33, 47), (61, 83), (224, 224), (200, 304), (28, 260)]
 
 
 @torch.no_grad()
 def with_strong_tables(model):
-    """Biases as large as the scores, so that one at a wrong place shows."""
+    """Randomises biases to the magnitude of the scores, so that a misplaced bias changes the output."""
     for name, p in model.named_parameters():
         if name.endswith('relative_position_bias_table'):
             p.mul_(50)
@@ -133,7 +133,7 @@ def test_layernorm_mode_is_timms_classifier(layout):
 
 
 def microsofts(state):
-    """timm's state dict in the layout of Microsoft's files."""
+    """Converts timm's state dict to the layout of Microsoft's checkpoints."""
     old = {}
     for key, value in state.items():
         if '.downsample.' in key:
@@ -166,7 +166,7 @@ def test_a_checkpoint_of_another_layout_is_refused():
         from_mmdet_swin(state)
 
 
-PARAMETERS = dict(tiny=28.3, small=49.6, base=87.8)  # of the Swin paper, to the decimal; 29, 50, 88 in its tables
+PARAMETERS = dict(tiny=28.3, small=49.6, base=87.8)  # of the Swin paper with one decimal; its tables have 29, 50, 88
 
 
 @pytest.mark.parametrize('norm', ['LN', 'DTN'])
@@ -211,7 +211,7 @@ def test_init_weights_leaves_dtns_own_start_in_place():
         if name.endswith(('relative_position_bias_table', 'fc1.weight', 'reduction.weight')) and p.numel() > 1000
     }
     assert len(deviations) == 13 and all(0.015 < std < 0.025 for std in deviations.values()), deviations
-    bound = 48**-0.5  # of a convolution over 3 x 4 x 4 values, as it starts by itself
+    bound = 48**-0.5  # bound of torch's initialisation of a convolution over 3 x 4 x 4 values
     assert 0.9 * bound < model.patch_embed.proj.weight.abs().max() <= bound
 
 
@@ -247,7 +247,7 @@ def test_forward_on_fake_cuda_tensors(arch):
 
 @torch.no_grad()
 def test_a_new_size_leaves_nothing_behind():
-    """No mask is kept for a size: none can be stale, on another device, in a copy, or add up."""
+    """The model caches no masks by image size, so no mask can be stale or on another device."""
     model = randomised(SwinDTN(SMALL, norm_cfg=LN))
     x = torch.randn(1, 3, 61, 83)
     tensors = {id(t) for t in (*model.parameters(), *model.buffers())}

@@ -1,4 +1,4 @@
-"""What the tests of every family's configs do with a config."""
+"""Helpers for the tests of the configs of all families."""
 
 import copy
 import functools
@@ -15,11 +15,11 @@ from torch import nn
 from mmdtn.models import read_config
 from mmdtn.norms import DTN
 
-read = functools.cache(Config.fromfile)  # for many tests of one config
+read = functools.cache(Config.fromfile)  # cached because many tests read the same config
 
 
 def load(path: Path) -> Config:
-    """The config without the checkpoint that its backbone starts from."""
+    """Reads a config and removes the pretrained checkpoint of its backbone."""
     cfg = copy.deepcopy(read(path))
     import_modules_from_strings(**cfg.custom_imports)
     init_default_scope(cfg.default_scope)
@@ -62,13 +62,13 @@ def image_and_objects(height: int, width: int):
     boxes = torch.tensor([[4.0, 4, 40, 40], [30.0, 20, 70, 60]])
     masks = BitmapMasks(masks.numpy().astype('uint8'), height, width)
     sample.gt_instances = InstanceData(bboxes=boxes, labels=torch.tensor([3, 79]), masks=masks)
-    stuff = torch.full((1, height, width), 100)  # for panoptic segmentation: above things, which are 0 to 79
+    stuff = torch.full((1, height, width), 100)  # for panoptic segmentation, where classes 0 to 79 are things
     sample.gt_sem_seg = PixelData(sem_seg=stuff)
     return torch.randint(0, 256, (3, height, width), dtype=torch.uint8), sample
 
 
 def step(model: nn.Module, batch: dict) -> None:
-    """One training step with the model's own data preprocessor; every parameter must move or at least be reached."""
+    """Runs one training step and checks that every trainable parameter has a gradient."""
     data = model.data_preprocessor(batch, training=True)
     losses = model(**data, mode='loss')
     loss, _ = model.parse_losses(losses)
@@ -79,14 +79,14 @@ def step(model: nn.Module, batch: dict) -> None:
 
 
 def weight_decay_of_each_parameter(model: nn.Module, optim_wrapper: dict) -> dict[int, float]:
-    """By ``id`` of the parameter; all have the one learning rate of the config."""
+    """Returns the weight decay by ``id`` of the parameter, and checks that all have the config's learning rate."""
     wrapper = build_optim_wrapper(model, optim_wrapper)
     assert {group['lr'] for group in wrapper.optimizer.param_groups} == {optim_wrapper['optimizer']['lr']}
     return {id(p): group['weight_decay'] for group in wrapper.optimizer.param_groups for p in group['params']}
 
 
 def added_flops(with_dtn: Path, with_ln: Path, side: int = 224) -> float:
-    """The share of FLOPs that DTN adds at ``side`` pixels."""
+    """Computes the share of FLOPs that DTN adds for images of ``side`` pixels."""
     from tools.analysis_tools.get_flops import count, counted
 
     flops, without = (count(counted(read_config(config)), (side, side))[0] for config in (with_dtn, with_ln))

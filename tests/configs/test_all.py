@@ -1,4 +1,4 @@
-"""Statements about all configs: they build, train a step, infer, and differ in what their names say."""
+"""All configs build, train for a step and infer, and they differ only in what their names state."""
 
 import copy
 from pathlib import Path
@@ -28,10 +28,10 @@ FAMILIES = ('pvt', 'swin', 'vit', 'levit', 't2t_vit')
 DETECTORS = [p for family in FAMILIES for p in sorted((CONFIGS / family).glob('*_fpn_*1x_coco.py'))]
 DETECTORS = [
     p for p in DETECTORS if p.name.startswith(('retinanet', 'mask-rcnn'))
-]  # test_detector_configs has the others
+]  # the other configs are in test_detector_configs
 CLASSIFIERS = [p for family in FAMILIES for p in sorted((CONFIGS / family).glob('*_in1k.py'))]
 SMALL = sorted((CONFIGS / 'vit').glob('vit-mini*_b128_*.py'))
-# Of each kind one: `make test` trains a step of these, `make test-all` of all.
+# `make test` trains one config of each kind for a step, and `make test-all` trains all configs.
 CHEAP = (
     'pvt-t-dtn_8x', 'pvt-t_8x', 'pvtv2-b3-dtn', 'swin-t', 'vit-t-star-dtn', 'vit-s-star_8x', 'levit-128s',
     't2t-vit-t-14', 'vit-mini',
@@ -170,7 +170,7 @@ def test_the_four_of_table_10a_differ_in_one_thing_each(family, name, heads):
     ],
 )
 def test_no_weight_decay_on_norms_and_positions(name):
-    """Classifiers spare biases, too."""
+    """Biases of classifiers have no weight decay, either."""
     cfg = load(CONFIGS / f'{name}.py')
     model = MODELS.build(cfg.model)
     decay = weight_decay_of_each_parameter(model, cfg.optim_wrapper)
@@ -195,7 +195,7 @@ def test_flops_that_dtn_adds(name, limit):
     assert 0 < added_flops(CONFIGS / f'{name}-dtn_8xb128_in1k.py', CONFIGS / f'{name}_8xb128_in1k.py') <= limit
 
 
-# GFLOPs of the papers, and parameters of one head.
+# GFLOPs from the papers, and parameters of models with one head.
 PUBLISHED = {
     't2t_vit/t2t-vit-t-14_8xb64_in1k': (6.1, 21_465_422),
     'levit/levit-128s_8xb256_in1k': (0.305, 7_391_290),
@@ -221,7 +221,7 @@ def test_flops_and_parameters_are_the_published_ones(name):
     'name', ['pvt/pvt-t_8xb128_in1k', 'vit/vit-b-dtn_b128_cifar10-224', 'vit/vit-mini-dtn_4e_cifar10-folder']
 )
 def test_a_classifier_is_found_by_the_name_of_the_package(tmp_path, name):
-    """mmengine then takes its classes to be of this package's scope, unless they say theirs."""
+    """mmengine then looks up types without a scope in the scope of this package."""
     (tmp_path / 'mine.py').write_text(f"_base_ = 'mmdtn::{name}.py'\n")
     cfg = load(tmp_path / 'mine.py')
     with torch.device('meta'):

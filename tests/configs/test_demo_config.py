@@ -1,4 +1,4 @@
-"""The demo's config: it reads the generated data, trains on it and infers."""
+"""The config of the demo reads the generated data, trains on it and infers."""
 
 from pathlib import Path
 
@@ -70,7 +70,7 @@ def test_it_trains_a_step_on_generated_pictures_and_infers(cfg, tmp_path):
 
 
 def test_what_all_places_share_does_not_drown_what_tells_them_apart(cfg):
-    """Otherwise the box head gives one answer to all boxes for hundreds of steps, as many as the seed wants."""
+    """Otherwise, the box head predicts the same for all boxes for hundreds of iterations."""
     neck = MODELS.build(cfg.model.neck)
     neck.init_weights()
     shared = 5 * torch.randn(1, 160, 1, 1)
@@ -80,7 +80,7 @@ def test_what_all_places_share_does_not_drown_what_tells_them_apart(cfg):
 
 
 def test_the_box_heads_first_layer_takes_small_steps(cfg):
-    """Its 3136 inputs move together."""
+    """The 3136 inputs of the layer have the same sign, so a step of AdamW changes its outputs too much."""
     model = MODELS.build(cfg.model)
     groups = build_optim_wrapper(model, cfg.optim_wrapper).param_groups
     first = model.roi_head.bbox_head.shared_fcs[0].weight

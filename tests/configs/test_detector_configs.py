@@ -1,4 +1,4 @@
-"""Every detector in configs/: it starts from weights that exist, trains a step, infers, and has a LayerNorm sibling."""
+"""Every detector in configs/ has existing pretrained weights, trains, infers, and has a baseline with LayerNorm."""
 
 import re
 from pathlib import Path
@@ -46,7 +46,7 @@ def test_detector_trains_a_step_and_infers(name):
 
 
 def few_places(model):
-    """Sets how many queries and regions a detector looks at, and the size of its input, so that a test has time."""
+    """Reduces the number of queries and regions, and the size of the input, so that tests are fast."""
     for augment in model.data_preprocessor.get('batch_augments') or []:
         augment.size = SIZE
     if model.type == 'DINO':
@@ -107,7 +107,7 @@ def test_learning_rates_and_weight_decay(name):
 
 
 def urls_of_mmdetection():
-    """The files of weights in MMDetection's own configs, which its users download every day."""
+    """Returns the URLs of pretrained weights in MMDetection's own configs."""
     folder = Path(mmdet.__file__).parent / '.mim' / 'configs'
     text = ''.join(p.read_text() for family in ('pvt', 'swin') for p in folder.glob(f'{family}/*.py'))
     text = re.sub(r"'\s*\n\s*'", '', text)

@@ -1,4 +1,4 @@
-"""Every config in configs/dvt: it builds, trains a step, infers, and says what the published recipes say."""
+"""Every config in configs/dvt builds, trains for a step, infers, and agrees with the published recipe."""
 
 import copy
 import math
@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[2] / 'configs' / 'dvt'
 NAMES = sorted(p.name for p in ROOT.glob('*.py'))
 IMAGENET = [name for name in NAMES if name.endswith('_in1k.py')]
 CIFAR = [name for name in NAMES if '_b64_cifar' in name]
-# Learning rate, weight decay, warm-up, epochs, batch of a GPU.
+# Learning rate, weight decay, warm-up, epochs, and batch size per GPU.
 RECIPES = {
     'dvt-t2t-12_8xb128_in1k.py': (2e-3, 0.03, 20, 310, 128),
     'dvt-t2t-14_8xb64_in1k.py': (5e-4, 0.05, 20, 310, 64),
@@ -32,7 +32,7 @@ RECIPES = {
 
 
 def load(name):
-    """Without the checkpoint that it starts from."""
+    """Reads a config and removes its pretrained checkpoint."""
     cfg = copy.deepcopy(read(ROOT / name))
     init_default_scope(cfg.default_scope)
     cfg.model.init_cfg = None
@@ -68,7 +68,7 @@ def test_cascade_trains_a_step_and_infers(name):
 
 
 def rates(cfg, epochs):
-    """The learning rate of each group in each epoch."""
+    """Returns the learning rate of each parameter group in each epoch."""
     with torch.device('meta'):
         model = MODELS.build(cfg.model)
     wrapper = build_optim_wrapper(model, cfg.optim_wrapper)
@@ -101,7 +101,7 @@ def test_what_is_decayed(name):
         model = MODELS.build(cfg.model)
     wrapper = build_optim_wrapper(model, cfg.optim_wrapper)
     decay = {id(p): group['weight_decay'] for group in wrapper.optimizer.param_groups for p in group['params']}
-    ours = 'dtn' in name or 'deit' in name  # which have no published runs
+    ours = 'dtn' in name or 'deit' in name  # these have no published recipe
     lr, weight_decay, *_ = RECIPES.get(name, RECIPES[IMAGENET[-2]])
     if name in RECIPES:
         assert (wrapper.optimizer.defaults['lr'], wrapper.optimizer.defaults['weight_decay']) == (lr, weight_decay)

@@ -1,4 +1,4 @@
-"""The ImageNet recipe of each family, read off what its config builds: optimizer, schedule, data, model."""
+"""Checks optimizer, schedule, data and model of each family's ImageNet recipe."""
 
 import copy
 import uuid
@@ -42,7 +42,7 @@ RECIPES = {
 
 
 class Pictures:
-    """Stands in for ImageNet: 1280 pictures, all of them one file."""
+    """Stand-in for ImageNet with 1280 images, all of which are the same file."""
 
     path = ''
 
@@ -58,7 +58,7 @@ class Pictures:
 
 @pytest.fixture(scope='module', params=RECIPES)
 def built(request, tmp_path_factory):
-    """A runner with its training loop, optimizer and schedulers as ``train`` would build them, and the recipe."""
+    """Builds a runner with training loop, optimizer and schedulers as ``train`` does, and returns it and the recipe."""
     folder = tmp_path_factory.mktemp('recipe')
     noise = np.random.default_rng(0).integers(0, 255, (240, 300, 3), dtype=np.uint8)
     Image.fromarray(noise).save(folder / 'a.png')
@@ -68,7 +68,7 @@ def built(request, tmp_path_factory):
     cfg.train_dataloader.update(num_workers=0, persistent_workers=False)
     cfg.merge_from_dict(dict(work_dir=str(folder), log_level='ERROR', experiment_name=uuid.uuid4().hex))
     runner = Runner.from_cfg(cfg)
-    runner._train_loop = runner.build_train_loop(cfg.train_cfg)  # else built by train(), which goes on to train
+    runner._train_loop = runner.build_train_loop(cfg.train_cfg)  # usually built by train()
     runner.optim_wrapper = runner.build_optim_wrapper(cfg.optim_wrapper)
     runner.param_schedulers = runner.build_param_scheduler(cfg.param_scheduler)
     return runner, RECIPES[request.param]
@@ -95,7 +95,7 @@ def test_the_learning_rate_warms_up_and_falls_as_a_cosine(built):
     runner, recipe = built
     epochs, warm, each = recipe['epochs'], recipe['warm_up'], len(runner.train_dataloader)
     assert runner.train_loop.max_epochs == epochs + recipe['cool_down'] and each == 1280 // recipe['batch']
-    runner.optim_wrapper.step()  # the schedulers want to have seen one
+    runner.optim_wrapper.step()  # schedulers expect a step of the optimizer first
     schedule, rates = ParamSchedulerHook(), []
     for _ in range(epochs + recipe['cool_down']):
         for i in range(each):
@@ -113,7 +113,7 @@ def test_the_learning_rate_warms_up_and_falls_as_a_cosine(built):
     falling = np.arange(epochs - warm) / (epochs - warm)
     cosine = lowest + (top - lowest) * (1 + np.cos(np.pi * falling)) / 2
     np.testing.assert_allclose(rates[steps:end:each], cosine, rtol=1e-5)
-    if recipe['cool_down']:  # mmengine's ConstantLR gives the rate back in its last epoch
+    if recipe['cool_down']:  # mmengine's ConstantLR restores the rate in its last epoch
         np.testing.assert_allclose(rates[end : -each - 1], lowest / 10, rtol=0.01)
     else:
         assert rates[end] == pytest.approx(lowest, rel=0.01)
@@ -145,7 +145,7 @@ def test_mixing_smoothing_drop_path_and_moving_average(built):
     loss = runner.model.head.loss_module
     assert (type(loss).__name__, loss.label_smooth_val, loss.mode) == ('LabelSmoothLoss', 0.1, 'original')
     drops = [m.drop_prob for m in runner.model.modules() if isinstance(m, DropPath)]
-    blocks = len(drops) + 1  # the first drops nothing
+    blocks = len(drops) + 1  # the first block has a rate of 0
     np.testing.assert_allclose(drops, np.linspace(0, recipe['drop_path'], blocks)[1:], rtol=1e-5)
     averages = [hook.ema_cfg for hook in runner.hooks if isinstance(hook, EMAHook)]
     assert averages == ([] if recipe['ema'] is None else [dict(type='ExponentialMovingAverage', **recipe['ema'])])

@@ -1,4 +1,4 @@
-"""ViT on CIFAR at 224 px, with the flags of a study, and what it logs."""
+"""Tests the configs for ViT on CIFAR at 224 pixels and the values that they log."""
 
 import json
 from pathlib import Path
@@ -31,7 +31,7 @@ def test_cifar_at_224_px_has_the_flags_of_the_study():
 
 @pytest.mark.slow
 def test_cifar_at_224_px_logs_loss_and_accuracy_of_training_and_test(tmp_path):
-    """A run with a smaller model, on pictures made here, through all of the config but its data set."""
+    """Trains a smaller model on generated images with all other settings of the config."""
     from mmdtn.datasets import write_classification
 
     data = write_classification(tmp_path / 'classes', train=6, val=4)

@@ -1,8 +1,9 @@
-"""The generated data, read by pycocotools, MMDetection and MMPretrain, whose rules it has to keep."""
+"""The generated data sets can be read by pycocotools, MMDetection and MMPretrain."""
 
 import hashlib
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -119,7 +120,7 @@ def test_where_two_objects_meet_mask_and_picture_show_the_later():
 
 
 def test_what_is_annotated_shows_enough_of_itself(monkeypatch):
-    """The same scene without the rule: exactly those objects are missing that show too little."""
+    """Compares a scene with the same scene without the rule. Only objects with too small a visible part are missing."""
     rng = np.random.default_rng(5)
     labels, sizes = rng.integers(5, size=25), rng.uniform(15, 90, 25)
     _, kept, masks = draw_scene(np.random.default_rng(3), 120, 140, labels, sizes)
@@ -142,7 +143,7 @@ def test_what_is_annotated_shows_enough_of_itself(monkeypatch):
 
 
 def test_the_mask_is_where_the_picture_changes():
-    """Two scenes that differ in one object differ in its mask, and beyond it only along its soft edge and the noise."""
+    """Compares two scenes that differ in one object. Outside its mask they differ only in its smooth edge and noise."""
     nothing, _, _ = draw_scene(np.random.default_rng(1), 80, 90, [], [])
     for label in range(len(CLASSES)):
         picture, _, masks = draw_scene(np.random.default_rng(1), 80, 90, [label], [60])
@@ -232,16 +233,16 @@ def test_a_crash_keeps_what_was_there(tmp_path, monkeypatch):
 
 def test_a_directory_of_something_else_is_left_alone(tmp_path, monkeypatch):
     (tmp_path / 'mine.txt').write_text('mine')
-    with pytest.raises(FileExistsError, match='something else'):
+    with pytest.raises(FileExistsError, match=re.escape(str(tmp_path))):
         write_coco(tmp_path, train=1, val=1)
     monkeypatch.setattr(sys, 'argv', ['make_shapes.py', str(tmp_path)])
-    with pytest.raises(SystemExit, match='name another directory'):
+    with pytest.raises(SystemExit, match=re.escape(str(tmp_path))):
         make_shapes.main()
     assert [p.name for p in tmp_path.iterdir()] == ['mine.txt']
 
 
 @pytest.mark.parametrize('wrong', [dict(train=0), dict(val=0), dict(sides=(20, 40)), dict(sides=(90, 60))])
 def test_impossible_settings_are_refused(tmp_path, wrong):
-    with pytest.raises(ValueError, match=r'at least one picture .* no less than 32 pixels'):
+    with pytest.raises(ValueError, match='32 pixels'):
         write_coco(tmp_path / 'shapes', **wrong)
     assert list(tmp_path.iterdir()) == []

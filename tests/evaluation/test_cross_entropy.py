@@ -1,4 +1,4 @@
-"""The test loss, against torch's own."""
+"""Compares the metric with torch's cross-entropy."""
 
 import pytest
 import torch
@@ -31,5 +31,5 @@ def test_a_score_of_zero_is_finite():
 
 def test_several_classes_a_picture_are_refused():
     sample = dict(pred_score=torch.tensor([0.5, 0.5]), gt_label=torch.tensor([0, 1]))
-    with pytest.raises(ValueError, match=r'one class.*\[0, 1\]'):
+    with pytest.raises(ValueError, match=r'\[0, 1\]'):
         CrossEntropy().process({}, [sample])

@@ -1,4 +1,4 @@
-"""Errors under corruption, against numbers worked by hand and against published ones."""
+"""Compares the metrics of robustness with values computed by hand and with published ones."""
 
 import numpy as np
 import pytest
@@ -19,7 +19,7 @@ from mmdtn.evaluation import (
 )
 
 BY_HAND = dict(gaussian_noise=[0.2, 0.3, 0.4, 0.5, 0.6], brightness=[0.1, 0.1, 0.2, 0.2, 0.4])
-# Table 6 of the paper: errors under the 15 corruptions, and their mean as the paper states it. Columns are rounded.
+# Table 6 of the paper: rounded errors under the 15 corruptions, and their mean as stated in the paper.
 PAPER = {
     'ViT-S LN': ([40, 42, 42, 50, 60, 46, 57, 43, 38, 39, 25, 36, 44, 42, 38], 42.80, 54.67),
     'ViT-S DTN': ([39, 40, 40, 49, 58, 44, 54, 40, 36, 34, 24, 32, 43, 39, 35], 40.47, 51.70),
@@ -50,7 +50,7 @@ def test_the_papers_table_is_a_plain_mean(row):
 
 
 def test_ce_is_of_all_severities():
-    with pytest.raises(ValueError, match='all five severities, but got 3'):
+    with pytest.raises(ValueError, match=r'fog.* 3 '):
         corruption_error('fog', [0.1, 0.2, 0.3])
 
 
@@ -70,7 +70,7 @@ def measure(metric, scores, labels, classes=()):
 
 
 def test_subset_accuracy_of_folders():
-    """Three folders of a classifier of five; the second picture is right among the three alone."""
+    """A data set has three of five classes. The second image is classified correctly only among these three."""
     scores = [[0.1, 0.5, 0.0, 0.3, 0.1], [0.9, 0.0, 0.0, 0.4, 0.3], [0.1, 0.2, 0.3, 0.4, 0.0]]
     metric = SubsetAccuracy(outputs=['a', 'b', 'c', 'd', 'e'])
     found = measure(metric, scores, [0, 1, 2], classes=['b', 'd', 'e'])
@@ -84,7 +84,7 @@ def test_subset_accuracy_on_data_of_all_classes_leaves_the_others_out():
 
 
 def test_imagenets_folders_are_timms():
-    """timm lists ImageNet-R's 200 folders and, apart from them, their places among the thousand."""
+    """timm lists the 200 folders of ImageNet-R in one file and their indices among the 1000 in another."""
     from importlib import resources
 
     info = resources.files('timm').joinpath('data/_info')
@@ -109,5 +109,5 @@ def test_imagenet_r_takes_200_of_1000_columns():
 def test_outputs_that_do_not_fit_are_refused():
     with pytest.raises(ValueError, match=r'2 outputs.* 1000'):
         measure(SubsetAccuracy(), [[0.1, 0.9]], [0], classes=['n01440764'])
-    with pytest.raises(ValueError, match="no output of the classifier is 'x'"):
+    with pytest.raises(ValueError, match="'x'"):
         measure(SubsetAccuracy(outputs=['a', 'b']), [[0.1, 0.9]], [0], classes=['x'])

@@ -1,4 +1,4 @@
-"""How an exported detector agrees with tools/test.py on the generated pictures that were held out:
+"""Compares an exported detector with tools/test.py on the validation images of the generated data set.
 
 python -m tests.export.agreement CONFIG CHECKPOINT MODEL.onnx data/shapes
 """
@@ -21,22 +21,22 @@ from mmdtn.export.predict import Model
 from tests.training import metrics
 from tools.test import main
 
-SIDES = (160, 192, 224, 288, 352)  # the longer one of pictures, to which they are resized
-PICTURES = 4  # of each size
+SIDES = (160, 192, 224, 288, 352)  # lengths to which the longer side of images is resized
+PICTURES = 4  # number of images of each size
 
 
 class Agreement(NamedTuple):
     boxes: int
-    unmatched: int  # of the original's boxes and of the exported model's
-    pixels: float  # the largest difference of a box
+    unmatched: int  # number of unmatched boxes of both models
+    pixels: float  # largest difference of a box
     scores: float
-    ap: dict[str, float]  # of boxes and masks, as tools/test.py says
+    ap: dict[str, float]  # AP of boxes and masks from tools/test.py
     exported_ap: dict[str, float]
 
 
 def agreement(config: str, checkpoint: str, exported: Path, data: Path, folder: Path) -> Agreement:
     annotations = data / 'annotations' / 'instances_val.json'
-    # In larger batches images are padded to the largest, which the model takes notice of.
+    # In larger batches images are padded to the size of the largest one, which changes the predictions.
     on_data = [f'test_dataloader.dataset.data_root={data}', f'test_evaluator.ann_file={annotations}']
     on_data.append('test_dataloader.batch_size=1')
     model = Model(exported)
@@ -60,7 +60,7 @@ def agreement(config: str, checkpoint: str, exported: Path, data: Path, folder: 
 
 
 def original(config: str, checkpoint: str, folder: Path, options: list[str]) -> tuple[list[dict], dict]:
-    """Predictions and metrics of tools/test.py."""
+    """Returns predictions and metrics of tools/test.py."""
     out = folder / 'out.pkl'
     with contextlib.redirect_stdout(io.StringIO()):
         main([config, checkpoint, '--work-dir', str(folder), '--out', str(out), '--cfg-options', *options])
@@ -68,7 +68,10 @@ def original(config: str, checkpoint: str, folder: Path, options: list[str]) -> 
 
 
 def match(theirs: dict, ours: dict) -> tuple[int, int, float, float]:
-    """Each box with the nearest one of its class: their number, those without, differences in pixels and scores."""
+    """Matches each box with the nearest box of its class.
+
+    Returns the numbers of matched and unmatched boxes and the largest differences in pixels and scores.
+    """
     boxes, labels = np.array(ours['boxes']).reshape(-1, 4), np.array(ours['labels'], dtype=int)
     scores, free = np.array(ours['scores']), np.ones(len(labels), dtype=bool)
     pixels, points, matched = [0.0], [0.0], 0

@@ -1,4 +1,4 @@
-# A small RetinaNet, from scratch, on generated pictures, for test_trained.py: minutes of one core.
+# Small RetinaNet for test_trained.py. It trains from scratch on generated images within minutes on one core.
 _base_ = [
     'mmdet::_base_/models/retinanet_r50_fpn.py',
     '../../configs/_base_/shapes.py',

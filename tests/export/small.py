@@ -93,7 +93,7 @@ LEVIT = CLASSIFIER.replace(
 
 
 def write(folder: Path, text: str, more: str = '') -> tuple[str, str]:
-    """A config and its checkpoint."""
+    """Writes a config and a checkpoint with random weights and returns their paths."""
     config, checkpoint = folder / 'config.py', folder / 'weights.pth'
     config.write_text(text + more)
     cfg = Config.fromfile(config)
@@ -112,7 +112,7 @@ def write(folder: Path, text: str, more: str = '') -> tuple[str, str]:
 
 @torch.no_grad()
 def sharpen(detector) -> None:
-    """Scores that spread from 0 to 1, and that an even picture does not get: logits from below -4 up to 3."""
+    """Scales the weights so that logits reach from below -4 to 3, and scores of a uniform image are low."""
     last = detector.bbox_head.retina_cls
     last.weight.normal_()
     last.bias.zero_()
@@ -127,7 +127,7 @@ def sharpen(detector) -> None:
 
 @torch.no_grad()
 def sharpen_regions(detector) -> None:
-    """Scores, boxes and masks of a second stage that differ from place to place."""
+    """Scales the weights of the second stage so that scores, boxes and masks differ between positions."""
     detector.rpn_head.rpn_cls.weight.normal_()
     head, masks = detector.roi_head.bbox_head, detector.roi_head.mask_head
     head.fc_cls.weight.normal_(std=0.2)

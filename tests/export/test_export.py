@@ -1,4 +1,4 @@
-"""tools/deployment/export.py and predict.py: the file does what the model does."""
+"""Exported models, run by predict.py, give the same results as the original models."""
 
 import json
 import subprocess
@@ -39,7 +39,7 @@ SIZES = ((130, 190), (192, 192), (300, 200), (97, 400), (64, 48))
 
 @MODELS.register_module()
 class LyingHead(RetinaHead):
-    """Its boxes are five pixels from where its outputs say."""
+    """Head whose boxes are shifted by five pixels from its outputs."""
 
     def predict(self, *args, **kwargs):
         found = super().predict(*args, **kwargs)
@@ -50,7 +50,7 @@ class LyingHead(RetinaHead):
 
 @pytest.fixture(scope='module')
 def detector(tmp_path_factory):
-    """Folder, config and checkpoint; the folder has model.onnx, predict.py and pictures of five sizes."""
+    """Returns folder, config and checkpoint. The folder has model.onnx, predict.py and images of five sizes."""
     folder = tmp_path_factory.mktemp('detector')
     config, checkpoint = small.write(folder, small.RETINANET)
     export([config, checkpoint, '--out', str(folder / 'model.onnx')])
@@ -61,7 +61,7 @@ def detector(tmp_path_factory):
 
 
 def predict(folder, *arguments):
-    """predict.py where no other package is."""
+    """Runs predict.py in a process that cannot import the packages of the training environment."""
     command = ALONE.format(OTHER_PACKAGES, [str(folder / 'predict.py'), *map(str, arguments)])
     return subprocess.run([sys.executable, '-I', '-c', command], capture_output=True, text=True)
 
@@ -108,7 +108,7 @@ def test_a_file_that_differs_from_the_model_is_not_written(tmp_path):
     config, checkpoint = small.write(
         tmp_path, small.RETINANET.replace('num_classes=5,', "type='LyingHead', num_classes=5,")
     )
-    with pytest.raises(SystemExit, match=r'[0-9.]+ pixels .*256 x 256 .*0\.01'):
+    with pytest.raises(SystemExit, match=r'[0-9.]+ pixels .*256 x 256.*0\.01'):
         export([config, checkpoint, '--out', str(tmp_path / 'model.onnx'), '--size', '256', '256'])
     assert sorted(p.name for p in tmp_path.iterdir()) == ['config.py', 'weights.pth']
 
@@ -120,7 +120,7 @@ def test_what_a_threshold_hides_is_compared_too(tmp_path, capsys, lies):
     text = text.replace('num_classes=5,', "type='LyingHead', num_classes=5,") if lies else text
     arguments = [*small.write(tmp_path, text), '--out', str(tmp_path / 'to' / 'model.onnx'), '--size', '256', '256']
     if lies:
-        with pytest.raises(SystemExit, match=r'pixels apart .*: no file was written'):
+        with pytest.raises(SystemExit, match=r'boxes .* [0-9.]+ pixels .*0\.01'):
             export(arguments)
     else:
         export(arguments)
@@ -142,7 +142,7 @@ def constants(model):
 
 @pytest.mark.slow
 def test_pictures_of_every_kind(detector, tmp_path):
-    """Sixteen bits, grey, turned by EXIF; what cannot be read is named at the end, and the others are not lost."""
+    """Images of sixteen bits, grey images and EXIF orientations are supported. Broken images are listed at the end."""
     folder, config, checkpoint = detector
     source = tmp_path / 'pictures'
     source.mkdir()
@@ -156,7 +156,7 @@ def test_pictures_of_every_kind(detector, tmp_path):
     (source / 'broken.jpg').write_bytes((source / 'turned.jpg').read_bytes()[:300])
     (source / 'folder.jpg').mkdir()
     done = predict(folder, folder / 'model.onnx', source, '--out', tmp_path / 'found')
-    assert done.returncode == 1 and done.stderr.startswith('error: 1 of 4 could not be used:\n'), done.stderr
+    assert done.returncode == 1 and done.stderr.startswith('error: 1 of 4 '), done.stderr
     assert f'{source}/broken.jpg: ' in done.stderr and 'Traceback' not in done.stderr
     found = json.loads((tmp_path / 'found' / 'predictions.json').read_text())
     model = init_detector(config, checkpoint, device='cpu')
@@ -165,7 +165,7 @@ def test_pictures_of_every_kind(detector, tmp_path):
         matched, unmatched, pixels, scores = match(inference_detector(model, path).pred_instances, ours)
         assert matched > 3 and unmatched == 0 and pixels < 0.1 and scores < 1e-4
     done = predict(folder, folder / 'model.onnx', source / 'grey.png', '--out', source)
-    assert 'grey.png is one of the images and would be overwritten: name another --out' in done.stderr
+    assert 'grey.png' in done.stderr and '--out' in done.stderr
     (tmp_path / 'none').mkdir()
     done = predict(folder, folder / 'model.onnx', tmp_path / 'none', '--out', tmp_path / 'found')
     assert done.stderr.startswith('error: no image in ')
@@ -182,7 +182,7 @@ def test_files_of_others_are_not_overwritten(tmp_path):
     assert (tmp_path / 'predict.py').read_text() == 'print("mine")'
     first_line = Path(predict_file.__file__).read_text().partition('\n')[0]
     (tmp_path / 'predict.py').write_text(f'{first_line}\n# of an older version')
-    with pytest.raises(SystemExit, match='sides that 32 divides'):  # what is refused next
+    with pytest.raises(SystemExit, match='multiples of 32'):  # the next check
         export([config, checkpoint, '--out', str(tmp_path / 'model.onnx'), '--size', '250', '300'])
 
 
@@ -191,7 +191,7 @@ def test_a_damaged_checkpoint_and_a_pipeline_that_reads_otherwise(tmp_path):
         tmp_path,
         small.RETINANET.replace("type='LoadImageFromFile'", "type='LoadImageFromFile', color_type='grayscale'"),
     )
-    with pytest.raises(SystemExit, match=r"color_type='grayscale'.* but predict.py reads colour images"):
+    with pytest.raises(SystemExit, match=r"color_type='grayscale'"):
         export([config, checkpoint, '--out', str(tmp_path / 'model.onnx')])
     with open(checkpoint, 'r+b') as file:
         file.truncate(2000)
@@ -207,7 +207,7 @@ def test_images_of_other_channels_are_refused(tmp_path):
 
 @pytest.mark.slow
 def test_the_graph_of_mask_rcnn(tmp_path):
-    """Before it is exported; the same operations as MMDetection's, so the same numbers."""
+    """Before the export, the outputs equal those of MMDetection."""
     model = load(*small.write(tmp_path, small.MASK_RCNN)).model
     graph = graph_of(model, reads_bgr=True, raw=False).eval()
     for size in ((256, 320), (128, 96)):
@@ -238,12 +238,8 @@ def test_mask_rcnn(tmp_path):
 
 def test_a_second_stage_of_another_kind(tmp_path):
     config = small.write(tmp_path, small.MASK_RCNN, "model['test_cfg']['rcnn'].update(mask_thr_binary=0.4)\n")
-    with pytest.raises(SystemExit) as refused:
+    with pytest.raises(SystemExit, match=r'^error: StandardRoIHead .*mask_thr_binary=0\.5'):
         export([*config, '--out', str(tmp_path / 'model.onnx')])
-    assert str(refused.value) == (
-        'error: StandardRoIHead is not the second stage of Faster or Mask R-CNN, with RoIAlign, DeltaXYWHBBoxCoder and '
-        'mask_thr_binary=0.5: no other one is exported.'
-    )
 
 
 @pytest.mark.slow
@@ -277,7 +273,7 @@ def test_torchs_format(tmp_path):
     image = torch.rand(2, 3, 64, 64) * 255
     logits = torch.export.load(file).module()(image)
     model = get_model(config, checkpoint, device='cpu')
-    with torch.no_grad():  # which reads BGR
+    with torch.no_grad():  # the original model reads BGR
         expected = model(model.data_preprocessor(dict(inputs=image.flip(1)))['inputs'], mode='tensor')
     torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
 
@@ -290,12 +286,8 @@ def fcos(tmp_path):
 
 
 def test_another_head(tmp_path, fcos):
-    with pytest.raises(SystemExit) as refused:
+    with pytest.raises(SystemExit, match=r'^error: FCOSHead .*DeltaXYWHBBoxCoder.*--raw'):
         export([*fcos, '--out', str(tmp_path / 'model.onnx')])
-    assert str(refused.value) == (
-        'error: FCOSHead has no anchors with DeltaXYWHBBoxCoder, which exported boxes need. Export what the head '
-        'computes, with --raw.'
-    )
 
 
 @pytest.mark.exhaustive
@@ -317,25 +309,21 @@ def test_raw_outputs_of_another_head(tmp_path, fcos):
 
 def test_sides_that_32_does_not_divide(tmp_path):
     config, checkpoint = small.write(tmp_path, small.RETINANET)
-    with pytest.raises(SystemExit) as refused:
+    with pytest.raises(SystemExit, match=r'^error: --size 250 300.* 32'):
         export([config, checkpoint, '--out', str(tmp_path / 'model.onnx'), '--size', '250', '300'])
-    assert str(refused.value) == 'error: --size 250 300: detectors take sides that 32 divides, as 800 1344.'
 
 
 @pytest.mark.parametrize('missing', ['onnx', 'onnxscript', 'onnxruntime'])
 def test_without_a_package(tmp_path, monkeypatch, missing):
     monkeypatch.setitem(sys.modules, missing, None)
-    with pytest.raises(SystemExit) as refused:
+    with pytest.raises(SystemExit, match=rf'^error: {missing} .*pip install mmdtn\[export\]$'):
         export(['config.py', 'weights.pth', '--out', str(tmp_path / 'model.onnx')])
-    assert str(refused.value) == (
-        f'error: An ONNX file needs {missing} to be written and verified: pip install mmdtn[export]'
-    )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize('form', ['pt2', 'onnx'])
 def test_only_onnx_files_need_its_packages(tmp_path, form):
-    """In a process that has imported nothing yet."""
+    """Runs the export in a new process, which has not imported the packages yet."""
     config, checkpoint = small.write(tmp_path, small.LEVIT)
     wanted = [config, checkpoint, '--out', str(tmp_path / f'model.{form}'), '--format', form, '--size', '64', '64']
     script = REPO / 'tools' / 'deployment' / 'export.py'

@@ -1,4 +1,4 @@
-"""Detectors that were trained on the generated pictures, exported: the same boxes and the same AP."""
+"""Exported detectors that were trained on generated images have the same boxes and the same AP as the original."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""What few seeds can tell, against published tables and against simulation."""
+"""Compares the statistics of few seeds with published tables and with simulation."""
 
 import math
 
@@ -36,7 +36,7 @@ def test_limits_of_seeds_needed():
 
 
 def test_intervals_of_paired_differences():
-    """Of Student's distribution with 3 degrees of freedom 95% lie within 3.1824 on both sides."""
+    """95% of Student's distribution with 3 degrees of freedom is between -3.1824 and 3.1824."""
     differences = np.array([1.0, 0.6, -0.7, 2.3])
     found = compare(differences + 60, [60.0] * 4)
     reach = 3.1824 * differences.std(ddof=1) / 2
@@ -51,7 +51,7 @@ def test_one_seed_has_no_interval():
 
 
 def test_equal_seeds_pair():
-    """The common part of a seed cancels: pairs tell more than two means."""
+    """The effect of a seed cancels in the difference of a pair, so pairs are more precise than means."""
     common = np.array([10.0, 20.0, 30.0])
     found = compare(common + [1.0, 1.1, 0.9], common)
     assert found.std == pytest.approx(0.1) and found.student[0] > 0.7

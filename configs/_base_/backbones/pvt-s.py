@@ -1,4 +1,4 @@
-# PVT-Small from the ImageNet weights of PVT's authors, with LayerNorm, and with DTN that starts close to it.
+# PVT-Small with LayerNorm, and with DTN by a warm start. Both start from the published ImageNet weights.
 _file = 'https://github.com/whai362/PVT/releases/download/v2/pvt_small.pth'
 ln = dict(
     type='PVTDTN',

@@ -1,4 +1,4 @@
-# PVT-Tiny from the ImageNet weights of PVT's authors, with LayerNorm, and with DTN that starts close to it.
+# PVT-Tiny with LayerNorm, and with DTN by a warm start. Both start from the published ImageNet weights.
 _file = 'https://github.com/whai362/PVT/releases/download/v2/pvt_tiny.pth'
 ln = dict(
     type='PVTDTN',

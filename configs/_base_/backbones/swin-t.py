@@ -1,4 +1,4 @@
-# Swin-T from the ImageNet weights of Swin's authors, with LayerNorm, and with DTN that starts close to it.
+# Swin-T with LayerNorm, and with DTN by a warm start. Both start from the published ImageNet weights.
 _file = 'https://github.com/SwinTransformer/storage/releases/download/v1.0.0/swin_tiny_patch4_window7_224.pth'
 ln = dict(
     type='SwinDTN',
