@@ -167,7 +167,9 @@ def test_prefix_tokens_compile_to_one_graph_for_all_sizes():
 @pytest.mark.slow
 def test_prefix_tokens_export_with_open_sizes():
     model, (height, width) = AroundAGrid(), (torch.export.Dim(name, min=4, max=64) for name in ('height', 'width'))
-    program = torch.export.export(model, (torch.randn(2, 5, 6, 12),), dynamic_shapes=({1: height, 2: width},), strict=False)
+    program = torch.export.export(
+        model, (torch.randn(2, 5, 6, 12),), dynamic_shapes=({1: height, 2: width},), strict=False
+    )
     assert 'mmdtn' not in str(program.graph)
     x = torch.randn(2, 9, 4, 12)
     torch.testing.assert_close(program.module()(x), model(x), rtol=1e-5, atol=1e-5)
