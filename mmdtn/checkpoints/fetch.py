@@ -1,4 +1,4 @@
-"""Checkpoints at URLs: fetched once, whole or not at all."""
+"""Downloads checkpoints from URLs. Each file is downloaded once, completely or not at all."""
 
 import hashlib
 import http.client
@@ -19,20 +19,20 @@ from mmdtn.files import whole_file
 
 # Publishers put the first digits of the SHA-256 at the end of a file's name; eight digits may also be a date.
 CHECKSUM = re.compile(r'-(?!(?:19|20)\d{6}\.)([0-9a-f]{8,64})\.[a-z]+$')
-SAFETENSORS = re.compile(rb'.{5}\x00{3}\{', re.DOTALL)  # eight bytes with the length of a JSON header, and the header
-CHECKPOINT = re.compile(rb'PK|\x80|' + SAFETENSORS.pattern, re.DOTALL)  # torch's files are zip archives or pickles
-SILENCE = 60  # seconds without a byte, after which a connection counts as lost
+SAFETENSORS = re.compile(rb'.{5}\x00{3}\{', re.DOTALL)  # eight bytes with the length of a JSON header, then the header
+CHECKPOINT = re.compile(rb'PK|\x80|' + SAFETENSORS.pattern, re.DOTALL)  # torch saves zip archives or pickles
+SILENCE = 60  # seconds without data after which a connection counts as lost
 
 
 class NotFetched(UserError, ValueError):
-    """A checkpoint that its URL did not give."""
+    """Raised when a checkpoint could not be downloaded."""
 
 
 def fetch(url: str) -> Path:
-    """Returns the local copy of a checkpoint, which it downloads if there is none.
+    """Returns the path of the local copy of a checkpoint. Downloads the file if there is no copy yet.
 
-    Several processes of a machine download the file once: the others wait for the first. A download that ends early,
-    has another checksum than its name says, or is no checkpoint leaves nothing behind.
+    If several processes of a machine need the file, one downloads it and the others wait. No file remains if the
+    download is incomplete, is not a checkpoint, or differs from the checksum in its name.
     """
     path = local_copy(url)
     if not path.exists():
@@ -44,9 +44,9 @@ def fetch(url: str) -> Path:
 
 
 def local_copy(url: str) -> Path:
-    """Returns the place of the local copy, in the cache of ``torch.hub``: a path with the parts of the URL.
+    """Returns the path of the local copy. It is in the cache of ``torch.hub`` and contains all parts of the URL.
 
-    ``torch.hub`` itself goes by the last part alone, but thousands of models are called ``model.safetensors``.
+    ``torch.hub`` itself uses only the last part, but thousands of models are called ``model.safetensors``.
     """
     parts = urlsplit(url)
     names = [parts.netloc, *parts.path.split('/')]
@@ -62,24 +62,24 @@ def _download(url: str, path: Path) -> None:
         file.flush()
         if wrong := wrong or _what_is_wrong(Path(file.name), path.name):
             raise NotFetched(
-                f'{url} was not fetched: {wrong}. Run it again; or download the file by other means and put it at '
-                f'{path}, or give its path in place of the URL.'
+                f'{url} was not fetched: {wrong}. Try again, or download the file by other means. Then save it as '
+                f'{path}, or use its path instead of the URL.'
             )
 
 
 def _copy(url: str, file: BinaryIO) -> str | None:
-    """Writes what the URL gives to an open file. Returns what went wrong, if anything did."""
+    """Downloads a URL to an open file. Returns None, or a message if the download failed."""
     request = Request(url, headers={'User-Agent': 'mmdtn'})
     try:
         with urlopen(request, timeout=SILENCE) as response:
             size = int(response.headers.get('Content-Length') or 0)
-            often = 0.1 if sys.stderr.isatty() else 10  # seconds between updates: in a log file each is a line
+            often = 0.1 if sys.stderr.isatty() else 10  # seconds between updates, which are lines of a log file
             name = f'Fetching {url.rpartition("/")[2]}'
             with tqdm.wrapattr(response, 'read', total=size, desc=name, mininterval=often) as body:
                 shutil.copyfileobj(body, file)
     except (OSError, http.client.HTTPException) as error:
         return str(getattr(error, 'reason', error)) or type(error).__name__
-    if size and file.tell() < size:  # http.client does not say so
+    if size and file.tell() < size:  # http.client does not report this
         return f'the connection ended after {file.tell()} of {size} bytes'
     return None
 
@@ -88,7 +88,7 @@ def _what_is_wrong(file: Path, name: str) -> str | None:
     with file.open('rb') as content:
         start = content.read(9)
         if not CHECKPOINT.match(start):
-            return f'what came is no checkpoint, it starts with {start!r}'
+            return f'the download is not a checkpoint, it starts with {start!r}'
         digest = hashlib.sha256(start)
         while part := content.read(2**20):
             digest.update(part)

@@ -1,17 +1,17 @@
-"""All formats of checkpoints, and which of them a file has."""
+"""Lists all formats of checkpoints, and recognises the format of a file."""
 
 from . import dtn, dvt, levit, pvt, swin, t2t, vit
 from .format import State
 
 FORMATS = {name: kind for family in (pvt, swin, vit, t2t, levit, dtn, dvt) for name, kind in family.FORMATS.items()}
-# What users say, where it is not the name of one format: the candidates.
+# Names that stand for several formats.
 GROUPS = {whose: tuple(name for name in FORMATS if name.startswith(f'{whose}-')) for whose in ('timm', 'dtn', 'mmdtn')}
 GROUPS['auto'] = tuple(FORMATS)
 CHOICES = (*(name for name in FORMATS if name.partition('-')[0] not in GROUPS), *GROUPS)
 
 
 def recognise(state: State, said: str) -> str:
-    """The one format that has such tensors, among those that ``said`` stands for."""
+    """Returns the format of a checkpoint. ``said`` is the name of a format or of a group of formats."""
     if said not in CHOICES:
         raise ValueError(f'Unknown format {said!r}; choose one of {", ".join(CHOICES)}.')
     keys, among = list(state), GROUPS.get(said, (said,))
@@ -20,5 +20,5 @@ def recognise(state: State, said: str) -> str:
         fitting = [name for name in fitting if FORMATS[name].in_auto(state)]
     if len(fitting) != 1:
         found = f'fit {fitting}' if fitting else 'fit none of them'
-        raise ValueError(f'Tried the formats {", ".join(among)}: the keys {found}. The first keys are {keys[:4]}.')
+        raise ValueError(f'Tried the formats {", ".join(among)}. The keys {found}. The first keys are {keys[:4]}.')
     return fitting[0]

@@ -1,4 +1,4 @@
-"""LeViT: formats of its checkpoints, which hold the same tensors, and their translation by keys alone."""
+"""Formats of LeViT checkpoints. They contain the same tensors, so only the keys are translated."""
 
 import bisect
 import re
@@ -12,12 +12,12 @@ COMPUTED = {r'.*\.attention_bias_idxs$': 'computed from the size of the image'}
 
 
 def from_timm_levit(state: State) -> State:
-    """timm's ``levit_*``."""
+    """Translates timm's ``levit_*``."""
     out: State = {}
     for key, value in without(state, COMPUTED).items():
         if match := re.fullmatch(r'stages\.(\d)\.(downsample|blocks\.(\d+))\.(.+)', key):
             stage, block, rest = int(match[1]), match[3], match[4].replace('attn_downsample.', 'attn.')
-            # Our second and third stages begin with what timm has apart, as downsample.
+            # timm has a separate module `downsample`. In our stages it is the first block.
             index = 0 if block is None else int(block) + (stage > 0)
             out[f'stages.{stage}.blocks.{index}.{rest}'] = value
         elif key.startswith('stem.'):
@@ -28,7 +28,7 @@ def from_timm_levit(state: State) -> State:
 
 
 def from_mmpretrain_levit(state: State) -> State:
-    """MMPretrain's ``LeViT``."""
+    """Translates MMPretrain's ``LeViT``."""
     out: State = {}
     for key, value in without(state, COMPUTED).items():
         if match := re.fullmatch(r'patch_embed\.patch_embed\.(\d)\.(.+)', key):
@@ -41,7 +41,7 @@ def from_mmpretrain_levit(state: State) -> State:
 
 
 def from_levit(state: State) -> State:
-    """The authors' ``LeViT``, whose sub-blocks are numbered through all stages."""
+    """Translates the authors' ``LeViT``, which numbers its sub-blocks across all stages."""
     starts = [0, *sorted({int(match[1]) for key in state if (match := re.match(r'blocks\.(\d+)\.kv\.', key))})]
     out: State = {}
     for key, value in without(state, COMPUTED).items():
@@ -56,12 +56,12 @@ def from_levit(state: State) -> State:
 
 
 def _stem(layer: int, rest: str) -> str:
-    """Convolutions have the even numbers, activations the odd ones."""
+    """Translates a key of the stem. Even numbers are convolutions, and odd numbers are activations."""
     return f'patch_embed.conv{layer // 2 + 1}.' + re.sub(r'^(c|conv)\.', 'linear.', rest)
 
 
 def _sub_block(stage: int, index: int, rest: str) -> str:
-    """Attention has the even numbers, MLPs the odd ones."""
+    """Translates a key of a sub-block. Even numbers are attention layers, and odd numbers are MLPs."""
     for theirs, ours in {
         r'\.c\.': '.linear.',
         r'^(q|proj)\.1\.': r'\1.ln.',
@@ -76,8 +76,8 @@ def _check_norms(backbone: nn.Module) -> str:
     if not any('.norm' in key for key in backbone.state_dict()):
         return ''
     return (
-        'have no norm in front of attention and MLPs, where the target has one: with the same weights it would '
-        'compute something else. Build it with norm_cfg=None.'
+        'have no norm before attention and MLPs, but the target has one. With the same weights it would compute '
+        'something else. Build it with norm_cfg=None.'
     )
 
 

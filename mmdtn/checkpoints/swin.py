@@ -1,4 +1,4 @@
-"""Swin: formats of its checkpoints, and their translation, which depends on keys and tensors alone."""
+"""Formats of Swin checkpoints, and their translation."""
 
 import re
 from collections.abc import Callable
@@ -9,11 +9,12 @@ COMPUTED = {r'.*\.(relative_position_index|attn_mask)$': 'computed from the wind
 
 
 def from_mmdet_swin(state: State) -> State:
-    """MMDetection's ``SwinTransformer``."""
+    """Translates MMDetection's ``SwinTransformer``."""
     out: State = {}
     for key, value in _rename(state, 'stages', merging_first=False, whose="MMDetection's SwinTransformer").items():
         if re.search(r'\.downsample\.(norm|reduction)\.', key):
-            # Of the four tokens that are merged theirs count channel, row, column; ours column, row, channel.
+            # Patch merging joins four tokens. MMDetection orders their values by channel, row and column. This package
+            # orders them by column, row and channel.
             value = value.unflatten(-1, (-1, 2, 2)).transpose(-1, -3).flatten(-3)
         for theirs, ours in {
             'patch_embed.projection.': 'patch_embed.proj.',
@@ -27,22 +28,22 @@ def from_mmdet_swin(state: State) -> State:
 
 
 def from_mmpretrain_swin(state: State) -> State:
-    """MMPretrain's ``SwinTransformer``, which has the layout of MMDetection's, and one norm at the end."""
+    """Translates MMPretrain's ``SwinTransformer``. It has the layout of MMDetection's, and one norm at the end."""
     return from_mmdet_swin(state)
 
 
 def from_microsoft_swin(state: State) -> State:
-    """Microsoft's ``swin_*_patch4_window7_224.pth``: what its key ``model`` holds."""
+    """Translates the entry ``model`` of Microsoft's ``swin_*_patch4_window7_224.pth``."""
     return _rename(state, 'layers', merging_first=False, whose="Microsoft's Swin")
 
 
 def from_timm_swin(state: State) -> State:
-    """timm's ``swin_*``."""
+    """Translates timm's ``swin_*``."""
     return _rename(state, 'layers', merging_first=True, whose="timm's Swin")
 
 
 def _rename(state: State, stages: str, merging_first: bool, whose: str) -> State:
-    """Our names of stages and norms. Our stages begin with a patch merging; others end with that of the next stage."""
+    """Renames stages and norms. A stage begins with its patch merging here, which elsewhere ends the stage before."""
     out: State = {}
     for key, value in without(state, [*COMPUTED, r'head\.']).items():
         if match := re.fullmatch(rf'{stages}\.(\d)\.(blocks|downsample)\.(.+)', key):
@@ -50,7 +51,7 @@ def _rename(state: State, stages: str, merging_first: bool, whose: str) -> State
             if part == 'downsample':
                 stage += not merging_first
                 if not 1 <= stage <= 3:
-                    raise ValueError(f'{key} is no key of {whose}: its patch mergings have other places.')
+                    raise ValueError(f'{key} is no key of {whose}, which has its patch mergings elsewhere.')
             key = f'stages.{stage}.{part}.{rest}'
         elif not re.match(r'(patch_embed|norm[0-3]?)\.', key):
             raise ValueError(f'{key} is no key of {whose}.')
@@ -62,7 +63,7 @@ def _format(convert: Callable[[State], State], *marks: str, misses: tuple[str, .
     return Format('SwinDTN', marks, convert, misses, dropped=COMPUTED, eps=lambda norm, state: 1e-5, out_type=out_type)
 
 
-TABLE = r'0\.blocks\.0\.attn\.relative_position_bias_table'  # the bias tables have the number of heads in their shape
+TABLE = r'0\.blocks\.0\.attn\.relative_position_bias_table'  # the shape of the bias tables contains the number of heads
 WINDOWS = r'stages\.0\.blocks\.0\.attn\.w_msa'
 FORMATS = {
     'swin': _format(from_microsoft_swin, rf'layers\.{TABLE}', r'layers\.0\.downsample', out_type='avg_featmap'),

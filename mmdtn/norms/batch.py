@@ -1,4 +1,4 @@
-"""Batch normalisation of tokens, alone and with a part of its input (RepBN, PRepBN)."""
+"""Batch normalisation of tokens: TokenBN, RepBN and PRepBN."""
 
 import torch
 from mmengine.registry import MODELS
@@ -9,7 +9,7 @@ from .batch_statistics import BatchStatisticsNorm, TaperingNorm
 
 @MODELS.register_module()
 class TokenBN(BatchStatisticsNorm):
-    """BatchNorm: each channel over all tokens of the batch, a class token too; ``norm_cfg=dict(type='BN')``.
+    """BatchNorm over all tokens of a batch, including class tokens. ``norm_cfg=dict(type='BN')`` selects it.
 
     Example:
         >>> TokenBN(64)(torch.randn(2, 25, 42, 64)).shape
@@ -19,14 +19,14 @@ class TokenBN(BatchStatisticsNorm):
     def __init__(self, num_features: int, eps: float = 1e-5, momentum: float | None = 0.1) -> None:
         super().__init__(num_features, eps)
         self.momentum = momentum
-        # As a part: mmengine's sync_bn replaces a batch norm by its class, and would lose the reshape of a subclass.
+        # The batch norm is a submodule, because mmengine's sync_bn would replace a subclass and lose its reshape.
         self.bn = nn.BatchNorm1d(num_features, eps, momentum)
 
     def normalise(self, x: Tensor) -> Tensor:
         return self.bn(x.reshape(-1, self.num_features)).view(x.shape)
 
     def as_affine(self) -> tuple[Tensor, Tensor]:
-        """``(a, b)`` with ``y = a x + b`` in evaluation mode."""
+        """Returns ``(a, b)`` such that ``y = a x + b`` in evaluation mode."""
         bn = self.bn
         assert bn.running_mean is not None and bn.running_var is not None
         a = bn.weight * (bn.running_var + bn.eps).rsqrt()
@@ -35,7 +35,7 @@ class TokenBN(BatchStatisticsNorm):
 
 @MODELS.register_module()
 class RepBN(TokenBN):
-    """``BN(x) + eta x`` with one learned ``eta``, from 1 (SLAB, arXiv 2405.11582).
+    """Computes ``BN(x) + eta x``. The scalar ``eta`` is learned and starts at 1 (SLAB, arXiv 2405.11582).
 
     Example:
         >>> RepBN(64)(torch.randn(2, 25, 42, 64)).shape
@@ -56,9 +56,9 @@ class RepBN(TokenBN):
 
 @MODELS.register_module()
 class PRepBN(RepBN, TaperingNorm):
-    """``rho LN(x) + (1 - rho) RepBN(x)``: rho falls from 1 to 0 over ``taper_iters`` training steps (SLAB).
+    """Computes ``rho LN(x) + (1 - rho) RepBN(x)``, where rho falls from 1 to 0 over ``taper_iters`` steps (SLAB).
 
-    Evaluation takes rho as it is; the published code evaluates RepBN alone from the first step on.
+    Evaluation uses the current rho. The published code evaluates only RepBN from the first step on.
 
     Example:
         >>> PRepBN(64, taper_iters=1000)(torch.randn(2, 25, 42, 64)).shape
@@ -70,13 +70,13 @@ class PRepBN(RepBN, TaperingNorm):
     ) -> None:
         super().__init__(num_features, eps, momentum)
         if not isinstance(taper_iters, int) or taper_iters < 1:
-            raise ValueError(f'taper_iters={taper_iters!r}: give training steps, from 1 on, or choose RepBN.')
+            raise ValueError(f'taper_iters={taper_iters!r} should be at least 1 training step. Or choose RepBN.')
         self.prepare_taper(taper_iters)
 
     def normalise(self, x: Tensor) -> Tensor:
         rho = self.rho()
         if self.training:
-            self.count = self.count + 1  # not in place: compiled code computes rho from it again in the backward pass
+            self.count = self.count + 1  # not in place, because compiled code recomputes rho in the backward pass
         return self.taper(x, super().normalise(x), rho)
 
     def as_affine(self) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""What norms of batches share: running averages, a LayerNorm that they replace little by little, and processes."""
+"""Base classes of norms with batch statistics, and averages over the processes of a distributed run."""
 
 from typing import Any
 
@@ -10,14 +10,14 @@ from .base import TokenNorm
 
 
 class BatchStatisticsNorm(TokenNorm):
-    """Learns statistics of batches in training; evaluation mode, and a backbone's ``norm_eval``, freeze them."""
+    """Norm that updates running statistics in training. Evaluation mode and ``norm_eval`` freeze them."""
 
 
 class MovingAverageNorm(BatchStatisticsNorm):
-    """Normalises by what earlier batches were like, and keeps averages of gradients as well.
+    """Norm that normalises by statistics of earlier batches and keeps moving averages of gradients.
 
-    State moves in the forward and in the backward pass of a step: no checkpointing. ``torch.compile`` leaves the
-    training step of such a layer as it is, so the model needs ``fullgraph=False``, the default.
+    The forward and the backward pass of a training step both change the state, so activation checkpointing is not
+    possible. ``torch.compile`` does not compile the training step, which needs ``fullgraph=False``, the default.
     """
 
     repeatable = False
@@ -32,16 +32,16 @@ class MovingAverageNorm(BatchStatisticsNorm):
 
 
 def start_new_task(model: nn.Module) -> None:
-    """The norms of a model with weights from elsewhere count from 0 again: they warm up on the new data too."""
+    """Resets the step counters of a model that starts from other weights, so that its norms warm up on the new data."""
     for module in model.modules():
         if isinstance(module, MovingAverageNorm):
             module.count.zero_()
 
 
 class TaperingNorm(BatchStatisticsNorm):
-    """``rho LN(x) + (1 - rho) y``: rho falls from 1 to 0 over ``taper_iters`` training steps, which ``count`` counts.
+    """Norm that computes ``rho LN(x) + (1 - rho) y``, where rho falls from 1 to 0 over ``taper_iters`` steps.
 
-    Evaluation takes rho as it is.
+    ``count`` is the number of training steps so far. Evaluation uses the current rho.
     """
 
     count: Tensor
@@ -54,7 +54,7 @@ class TaperingNorm(BatchStatisticsNorm):
         self.register_buffer('count', torch.zeros((), dtype=torch.int64))
 
     def rho(self) -> Tensor:
-        """LayerNorm's share, a tensor."""
+        """Returns the share of LayerNorm as a tensor."""
         return (1 - self.count / max(self.taper_iters, 1)).clamp(min=0)
 
     def taper(self, x: Tensor, y: Tensor, rho: Tensor) -> Tensor:
@@ -63,15 +63,15 @@ class TaperingNorm(BatchStatisticsNorm):
     def check_tapered(self) -> None:
         if self.count < self.taper_iters:
             raise RuntimeError(
-                f'{type(self).__name__} is affine from taper_iters={self.taper_iters} training steps on, but has made '
-                f'{int(self.count)}: LayerNorm still has a share in it.'
+                f'{type(self).__name__} becomes affine after taper_iters={self.taper_iters} training steps, but has '
+                f'made only {int(self.count)}. Until then, it contains a LayerNorm.'
             )
 
 
 def batch_mean(sums: Tensor, count: int, sync: bool) -> Tensor:
-    """``sums`` over the ``count`` tokens of this process, divided by them; with ``sync``, of all processes.
+    """Divides sums over tokens by the number of tokens. With ``sync``, averages over all processes.
 
-    Each process may have another number of tokens. Gradients pass through.
+    The processes may have different numbers of tokens. The result is differentiable.
     """
     if not sync or get_world_size() == 1:
         return sums / count
@@ -85,7 +85,7 @@ def _sum_of_processes(x: Tensor) -> Tensor:
 
 
 class _Sum(torch.autograd.Function):
-    """torch.distributed has no public sum that passes gradients; its own is deprecated for a private one."""
+    """Differentiable sum over processes. torch.distributed has no public one."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:

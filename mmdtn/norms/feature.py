@@ -1,4 +1,4 @@
-"""Several ways to normalise a feature over its samples, mixed by learned shares: one affine map at inference."""
+"""FeatureNorm, a learned mixture of several normalisations that is one affine map at inference."""
 
 from collections.abc import Sequence
 
@@ -12,30 +12,31 @@ from .base import check_groups, in_full_precision
 from .batch_statistics import TaperingNorm, batch_mean
 
 BRANCHES = ('zscore', 'minmax', 'identity')
-FIRST_LEAD = 2.0  # of the first branch's entry in mix at the start: 79 percent of three branches
+FIRST_LEAD = 2.0  # initial logit of the first branch, which gives it 79 percent among three branches
 
 
 @MODELS.register_module()
 class FeatureNorm(TaperingNorm):
-    r"""A learned mix of z-score, min-max and the input itself, of each channel over all tokens of the batch::
+    r"""Mixes the z-score, the min-max scaling and the input of each channel over all tokens of the batch::
 
         y = weight * (w1 z + w2 f + w3 x) + bias      w = softmax(mix), one row for each head's channels
         z = (x - mean) / sqrt(var + eps)              f = 2 (x - min) / (max - min + eps) - 1
 
-    Evaluation takes running statistics, so that all branches collapse into ``y = a x + b``: see :meth:`as_affine`.
+    Evaluation uses running statistics, so all branches together are an affine map. :meth:`as_affine` returns it.
 
-    The idea, a dynamic learnable feature normalization with re-parameterisation, was published in words only. These
-    formulas are this project's reading of it, and so is all else here: gradients flow through mean and variance as in
-    BatchNorm, but not through minimum and maximum, where a single token would get the gradients of all.
+    The idea, a dynamic learnable feature normalization with re-parameterisation, was published without formulas. The
+    formulas above are this project's interpretation. As in BatchNorm, gradients flow through the mean and the variance.
+    They do not flow through the minimum and the maximum, where a single token would get the gradients of all tokens.
 
     Args:
         num_features: Channels, C.
-        num_heads: Slices of channels with a mix of their own; a backbone gives its heads.
-        branches: Some of ``'zscore'``, ``'minmax'``, ``'identity'``. The first starts with the largest share.
+        num_heads: Number of channel groups, each with its own mixture. Backbones pass their number of heads.
+        branches: Branches to mix, from ``'zscore'``, ``'minmax'`` and ``'identity'``. The first starts with the largest
+            share.
         eps: Added to the variance and to the range.
-        momentum: Share of the new batch in the running statistics.
-        taper_iters: Training steps over which a LayerNorm gives way to this norm, as in PRepBN; 0 has none.
-        sync: In distributed training, take the batch of all processes.
+        momentum: Weight of the new batch in the running statistics.
+        taper_iters: Number of training steps over which this norm replaces a LayerNorm, as in PRepBN. 0 uses none.
+        sync: Whether to compute statistics over the batches of all processes in distributed training.
 
     Example:
         >>> FeatureNorm(64, num_heads=4)(torch.randn(2, 25, 42, 64)).shape
@@ -61,9 +62,11 @@ class FeatureNorm(TaperingNorm):
         super().__init__(num_features, eps)
         check_groups(self, num_heads, 'num_heads')
         if not branches or len({*branches}) < len(branches) or not {*branches} <= {*BRANCHES}:
-            raise ValueError(f'branches={branches!r}: choose from {BRANCHES}, each once.')
+            raise ValueError(f'branches={branches!r} should contain some of {BRANCHES}, each at most once.')
         if not isinstance(taper_iters, int) or taper_iters < 0:
-            raise ValueError(f'taper_iters={taper_iters!r}: give training steps, or 0 for none with LayerNorm.')
+            raise ValueError(
+                f'taper_iters={taper_iters!r} should be a number of steps, or 0 to start without LayerNorm.'
+            )
         self.num_heads, self.branches, self.momentum, self.sync = num_heads, tuple(branches), momentum, sync
         self.weight = nn.Parameter(torch.ones(num_features))
         self.bias = nn.Parameter(torch.zeros(num_features))
@@ -85,7 +88,7 @@ class FeatureNorm(TaperingNorm):
         return self.taper(x, y, rho)
 
     def as_affine(self) -> tuple[Tensor, Tensor]:
-        """``(a, b)`` with ``y = a x + b`` in evaluation mode."""
+        """Returns ``(a, b)`` such that ``y = a x + b`` in evaluation mode."""
         self.check_tapered()
         return self._affine(*self._running())
 
@@ -97,9 +100,9 @@ class FeatureNorm(TaperingNorm):
         return slope, level - slope * low
 
     def _from_low(self, mean: Tensor, var: Tensor, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
-        """``(slope, level)`` with ``y = slope (x - low) + level``, where ``mean`` is that of ``x - low``, too.
+        """Returns ``(slope, level)`` such that ``y = slope (x - low) + level``. ``mean`` is the mean of ``x - low``.
 
-        That loses no digits in channels whose range is small and far from zero.
+        This form keeps its precision in channels with a small range far from zero.
         """
         of_std, of_range = (var + self.eps).rsqrt(), 2 / (high - low + self.eps)
         branches = dict(
@@ -118,16 +121,16 @@ class FeatureNorm(TaperingNorm):
         if tokens * processes == 1:
             raise ValueError(
                 f'A batch of one token has no variance, but FeatureNorm got {" x ".join(map(str, x.shape))} in '
-                'training. Give it larger images or batches.'
+                'training. Use larger images or batches.'
             )
         low, high = x.detach().flatten(0, -2).aminmax(dim=0)
         if processes > 1:
             low, high = _of_all_processes(low, high)
         above = x - low
         mean = batch_mean(above.flatten(0, -2).sum(0), tokens, self.sync)
-        # A loss, as it keeps its input for the backward pass and not the difference.
+        # The loss function saves its inputs for the backward pass, but not their difference.
         squares = F.mse_loss(above, mean.detach().expand_as(above), reduction='none').flatten(0, -2).sum(0)
-        # Each process adds a 1: their mean over all tokens tells how many tokens there are.
+        # Each process adds a 1. The mean of these over all tokens gives the number of tokens.
         var, inverse = batch_mean(torch.cat((squares, x.new_ones(1))), tokens, self.sync).split((self.num_features, 1))
         self._remember(mean + low, var, low, high, processes / inverse)
         slope, level = self._from_low(mean, var, low, high)
@@ -135,13 +138,13 @@ class FeatureNorm(TaperingNorm):
 
     @torch.no_grad()
     def _remember(self, mean: Tensor, var: Tensor, low: Tensor, high: Tensor, tokens: Tensor) -> None:
-        finite = (mean + var).isfinite().all()  # an overflow would stay for good
+        finite = (mean + var).isfinite().all()  # an overflow would remain in the averages forever
         usual = mean.new_tensor(self.momentum)
         of_range = torch.where(self.count == 0, torch.ones_like(usual), usual)
         new = mean, var * (tokens / (tokens - 1)), low, high
         for running, value, share in zip(self._running(), new, (usual, usual, of_range, of_range), strict=True):
             running.copy_(torch.where(finite, running.to(value).lerp(value, share), running.to(value)))
-        self.count = self.count + finite  # not in place: compiled code computes rho from it again in the backward pass
+        self.count = self.count + finite  # not in place, because compiled code recomputes rho in the backward pass
 
 
 @torch.compiler.disable

@@ -1,4 +1,4 @@
-"""No statistics at all: a curve that flattens what is large."""
+"""Pointwise functions that replace normalisation: DyT and Derf."""
 
 import torch
 from mmengine.registry import MODELS
@@ -9,9 +9,9 @@ from .base import TokenNorm, in_full_precision
 
 @MODELS.register_module()
 class DyT(TokenNorm):
-    """``weight tanh(alpha x) + bias`` with one learned ``alpha``, from 1/2 (arXiv 2503.10622).
+    """Computes ``weight tanh(alpha x) + bias``. The scalar ``alpha`` is learned and starts at 1/2 (arXiv 2503.10622).
 
-    ``eps`` does nothing; MM's builders pass one.
+    ``eps`` has no effect. It is accepted because builders of MM packages pass it.
 
     Example:
         >>> DyT(64)(torch.randn(2, 25, 42, 64)).shape
@@ -31,7 +31,7 @@ class DyT(TokenNorm):
 
 @MODELS.register_module()
 class Derf(DyT):
-    """``weight erf(alpha x + shift) + bias`` with one learned ``shift``, from 0 (arXiv 2512.10938).
+    """Computes ``weight erf(alpha x + shift) + bias``. The scalar ``shift`` starts at 0 (arXiv 2512.10938).
 
     Example:
         >>> Derf(64)(torch.randn(2, 25, 42, 64)).shape

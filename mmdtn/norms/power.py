@@ -1,4 +1,4 @@
-"""PowerNorm (Shen et al., arXiv 2003.07845), as the DTN authors run it."""
+"""PowerNorm (Shen et al., arXiv 2003.07845) in the form that the DTN authors use."""
 
 from typing import Any
 
@@ -13,9 +13,10 @@ from .batch_statistics import MovingAverageNorm, batch_mean
 
 @MODELS.register_module()
 class PowerNorm(MovingAverageNorm):
-    r"""Divides each group of a token's channels by its root mean square, then each channel by that of recent batches.
+    r"""Divides groups of channels by their root mean square, then channels by that of recent batches.
 
-    Training step t, with ``u`` what the groups give, and ``phi_B`` the mean of ``u^2`` over all tokens of the batch::
+    ``u`` is a token whose groups are divided. ``phi_B`` is the mean of ``u^2`` over all tokens of the batch. Training
+    step t computes::
 
         y = weight * z + bias       z = u / sqrt((phi_B if t <= warm-up else phi) + eps)
         if t < warm-up:  phi <- phi (t - 1) / t + phi_B / t
@@ -24,18 +25,19 @@ class PowerNorm(MovingAverageNorm):
         d = dy * weight - (1 - alpha_bwd) nu z
         du = d / sqrt(q + eps)      nu <- nu + mean(d z)
 
-    The gradient is not that of the forward pass, which depends on earlier batches: ``nu`` stands for them.
+    ``dy``, ``d`` and ``du`` are gradients. They are not the exact gradients of the forward pass, because that depends
+    on earlier batches. ``nu`` approximates the influence of these.
 
     Args:
         num_features: Channels, C.
-        num_groups: Groups of channels; a backbone gives its heads.
+        num_groups: Number of channel groups. Backbones pass their number of heads.
         eps: Added to both mean squares.
-        alpha_fwd: Share of the old in ``phi``.
-        alpha_bwd: Share of the old in ``nu``.
-        warmup_iters: Steps that take their own batch.
-        q: What the gradient divides by: ``'running'``, from step ``warmup_iters`` on ``phi`` after its update, as in
-            the DTN authors' code, or ``'batch'``, always ``phi_B``, as in PowerNorm's own.
-        sync: In distributed training, take the batch of all processes.
+        alpha_fwd: Weight of the previous value in ``phi``.
+        alpha_bwd: Weight of the previous value in ``nu``.
+        warmup_iters: Number of steps that use the statistics of their own batch.
+        q: Mean square in the gradient. ``'running'`` uses the updated ``phi`` from step ``warmup_iters`` on, as the DTN
+            authors' code does. ``'batch'`` always uses ``phi_B``, as PowerNorm's own code does.
+        sync: Whether to compute statistics over the batches of all processes in distributed training.
 
     Example:
         >>> PowerNorm(64, num_groups=4)(torch.randn(2, 25, 42, 64)).shape
@@ -85,7 +87,7 @@ class PowerNorm(MovingAverageNorm):
             phi = self.alpha_fwd * phi + (1 - self.alpha_fwd) * of_batch
             self.phi.copy_(phi)
             q = torch.where(t < self.warmup_iters, of_batch, phi) if self.q == 'running' else of_batch
-            # Copies: the buffers move on before the backward pass where a step accumulates several.
+            # These are copies. With gradient accumulation, the buffers change before the backward pass.
             scales = (p + self.eps).rsqrt(), (q + self.eps).rsqrt(), of_batch
         return _Power.apply(x, self.weight.to(x), self.bias.to(x), u, inverse, *scales, self)
 
@@ -108,7 +110,7 @@ class _Power(torch.autograd.Function):
         pull = (1 - norm.alpha_bwd) * nu
         mean_gz = batch_mean(to_weight, g[..., 0].numel(), norm.sync)
         moved = nu + weight * mean_gz - pull * scale.square() * of_batch
-        norm.nu.copy_(torch.where(moved.isfinite().all(), moved, nu))  # an overflow would stay for good
+        norm.nu.copy_(torch.where(moved.isfinite().all(), moved, nu))  # an overflow would remain forever
         to_x = None
         if ctx.needs_input_grad[0]:
             to_x = torch.mul(g, weight * backward_scale, out=product)
@@ -120,11 +122,11 @@ class _Power(torch.autograd.Function):
 
 
 def inverse_rms(x: Tensor, num_groups: int, eps: float) -> Tensor:
-    """Of each group of each token, ``... x G x 1``."""
+    """Returns the inverse root mean square of each group of each token, ``... x G x 1``."""
     groups = x.unflatten(-1, (num_groups, -1))
     return (torch.linalg.vector_norm(groups, dim=-1, keepdim=True).square() / groups.shape[-1] + eps).rsqrt()
 
 
 def by_group(x: Tensor, factor: Tensor) -> Tensor:
-    """``x`` times its group's factor, ``... x G x 1``."""
+    """Multiplies each group of ``x`` by its factor, ``... x G x 1``."""
     return (x.unflatten(-1, (factor.shape[-2], -1)) * factor).flatten(-2)

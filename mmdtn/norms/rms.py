@@ -1,4 +1,4 @@
-"""Statistics of one token: ScaleNorm and RMSNorm."""
+"""RMSNorm and ScaleNorm, which divide each token by its root mean square or its length."""
 
 import torch
 import torch.nn.functional as F
@@ -10,7 +10,7 @@ from .base import TokenNorm, in_full_precision
 
 @MODELS.register_module()
 class RMSNorm(TokenNorm):
-    """``weight x / sqrt(mean(x^2) + eps)``, the mean over a token's channels (arXiv 1910.07467): torch's.
+    """Computes ``weight x / sqrt(mean(x^2) + eps)`` over the channels of a token, as torch does (arXiv 1910.07467).
 
     Example:
         >>> RMSNorm(64)(torch.randn(2, 25, 42, 64)).shape
@@ -28,9 +28,10 @@ class RMSNorm(TokenNorm):
 
 @MODELS.register_module()
 class ScaleNorm(TokenNorm):
-    """``weight x / max(|x|, eps)``, the length over a token's channels (arXiv 1910.05895); weight starts at sqrt(C).
+    """Computes ``weight x / max(|x|, eps)``, where ``|x|`` is the length of a token (arXiv 1910.05895).
 
-    The paper learns one scale; the DTN authors' baseline learns C of them, as ``per_channel`` does.
+    The weight starts at sqrt(C). The paper learns a single scale. With ``per_channel`` each channel has its own scale,
+    as in the DTN authors' baseline.
 
     Example:
         >>> ScaleNorm(64)(torch.randn(2, 25, 42, 64)).shape

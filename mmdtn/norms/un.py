@@ -1,4 +1,4 @@
-"""Unified Normalization (Yang et al., arXiv 2208.01313), as its code computes it."""
+"""Unified Normalization (Yang et al., arXiv 2208.01313), as in the authors' code."""
 
 from typing import Any
 
@@ -13,10 +13,10 @@ from .batch_statistics import MovingAverageNorm, batch_mean
 
 @MODELS.register_module()
 class UN(MovingAverageNorm):
-    r"""Divides each channel by its root mean square over the last batches; affine in evaluation.
+    r"""Divides each channel by its root mean square over the last batches. Evaluation is an affine map.
 
-    Training step t, with ``v`` each channel's mean square over all tokens of the batch, and ``V`` the variance of all
-    square roots in the window before ``v`` enters it::
+    ``v`` is the mean square of each channel over all tokens of the batch. ``V`` is the variance of all square roots in
+    the window before ``v`` enters the window. Training step t computes::
 
         an outlier, from step warm-up on: mean(window) - geometric_mean(window) > M V in any channel
             phi takes the place of v in the window; skipped += 1
@@ -30,18 +30,18 @@ class UN(MovingAverageNorm):
         psi <- m psi + (1 - m) k
         dx = (h - z (k for an outlier, otherwise psi)) / sqrt(s + eps);  dweight = sum(dy r z)
 
-    The published code does more than the paper says: ``V`` is that of all channels together, without which no batch
-    would ever be an outlier. Where channels are alike most batches are: watch ``skipped``.
+    As in the published code, but not in the paper, ``V`` is the variance over all channels together. Otherwise no batch
+    would ever be an outlier. If the channels are alike, most batches are outliers. ``skipped`` counts them.
 
     Args:
         num_features: Channels, C.
         eps: Added to mean squares.
-        momentum: m, the share of the old in the averages.
-        window: M, how many batches the forward pass averages. With 1 every batch stands for itself.
-        grad_window: The same of the backward pass.
-        warmup_iters: Steps before that, no fewer than ``window``.
-        outlier_filter: Look for outliers; the authors do for images, but not for text.
-        sync: In distributed training, take the batch of all processes.
+        momentum: Weight m of the previous value in the averages.
+        window: Number M of batches that the forward pass averages. With 1, each batch is normalised by itself.
+        grad_window: Number of batches that the backward pass averages.
+        warmup_iters: Number of steps before averaging starts, at least ``window``.
+        outlier_filter: Whether to filter outliers. The authors do so for images, but not for text.
+        sync: Whether to compute statistics over the batches of all processes in distributed training.
 
     Example:
         >>> UN(64)(torch.randn(2, 25, 42, 64)).shape
@@ -67,11 +67,13 @@ class UN(MovingAverageNorm):
     ) -> None:
         super().__init__(num_features, eps, warmup_iters)
         if min(window, grad_window) < 1:
-            raise ValueError(f'window={window}, grad_window={grad_window}: both count batches, from 1 on.')
+            raise ValueError(
+                f'window={window} and grad_window={grad_window} are numbers of batches and should be at least 1.'
+            )
         if warmup_iters < window:
             raise ValueError(
-                f'warmup_iters={warmup_iters} ends before the window={window} is full, and the logarithm of an empty '
-                'row is not finite: give as many steps at least.'
+                f'warmup_iters={warmup_iters} should be at least window={window}, because the window must be full when '
+                'the warm-up ends.'
             )
         self.momentum, self.window, self.grad_window = momentum, window, grad_window
         self.outlier_filter, self.sync = outlier_filter, sync
@@ -89,7 +91,7 @@ class UN(MovingAverageNorm):
         return torch.addcmul(b.to(x), x, a.to(x))
 
     def as_affine(self) -> tuple[Tensor, Tensor]:
-        """``(a, b)`` with ``y = a x + b`` in evaluation mode."""
+        """Returns ``(a, b)`` such that ``y = a x + b`` in evaluation mode."""
         return self.weight * (self.phi + self.eps).rsqrt(), self.bias
 
     @torch.compiler.disable
@@ -97,7 +99,7 @@ class UN(MovingAverageNorm):
         with torch.no_grad():
             v = batch_mean(x.square().flatten(0, -2).sum(0), x[..., 0].numel(), self.sync)
             self.count += 1
-            t = self.count.clone()  # the count moves on before the backward pass where a step accumulates several
+            t = self.count.clone()  # with gradient accumulation, the count changes before the backward pass
             phi, skip = self.phi.to(x), self._enters_window(v, t)
             own = (t <= self.window) | (t < self.warmup_iters) | skip
             s = torch.where(own, v, self.squares.to(x).log().mean(0).exp())
@@ -107,7 +109,7 @@ class UN(MovingAverageNorm):
         return _Unified.apply(x, self.weight.to(x), self.bias.to(x), (s + self.eps).rsqrt(), r, skip, t, self)
 
     def _enters_window(self, v: Tensor, t: Tensor) -> Tensor:
-        """Puts the batch into the window, and says whether it stands for itself alone."""
+        """Puts the batch into the window. Returns whether the batch is normalised by itself."""
         variance = self.squares.sqrt().var()
         row = (t % self.window)[None]
         self.squares.index_copy_(0, row, v.to(self.squares)[None])
@@ -136,7 +138,7 @@ class _Unified(torch.autograd.Function):
         to_weight = product.flatten(0, -2).sum(0) * (r * scale)
         a = weight * batch_mean(to_weight, g[..., 0].numel(), norm.sync)
         psi, row = norm.psi.to(x), (t % norm.grad_window)[None]
-        finite = a.isfinite().all()  # an overflow would stay for good
+        finite = a.isfinite().all()  # an overflow would remain in the averages forever
         entry = torch.where(finite, torch.where(skip, psi, a).to(norm.grads), norm.grads.index_select(0, row))
         norm.grads.index_copy_(0, row, entry)
         own = (t <= norm.grad_window) | (t < norm.warmup_iters) | skip

@@ -1,6 +1,6 @@
-"""A trained model without its affine norms: the same outputs from fewer layers.
+"""Fuses the affine norms of a trained model into the layers next to them.
 
-``python tools/model_converters/fuse.py`` does it to a config and a checkpoint.
+``python tools/model_converters/fuse.py`` does this for a config and a checkpoint.
 """
 
 import copy
@@ -17,7 +17,7 @@ from mmdtn.registry import package_of
 
 
 class FusedNorm(NamedTuple):
-    """What became of one norm: the layer that took it in, or else why it is still there."""
+    """Outcome for one norm: the layer that it was fused into, or the reason why it was not fused."""
 
     name: str
     kind: str
@@ -26,10 +26,10 @@ class FusedNorm(NamedTuple):
 
 
 def fuse(model: nn.Module) -> tuple[Any, list[FusedNorm]]:
-    """A copy of a backbone, classifier or detector in evaluation mode, and what became of each norm of the backbone.
+    """Returns a fused copy of a model in evaluation mode, and the outcome for each norm of its backbone.
 
-    A norm that is affine in evaluation becomes part of the layers beside it wherever that computes the same at every
-    size of image. All others stay.
+    The model is a backbone, a classifier or a detector. A norm that is affine in evaluation mode is fused into the next
+    layers if the outputs stay the same for every image size. Other norms are not changed.
 
     Example:
         >>> norms = dict(norm_cfg=dict(type='BN'), other_norm_cfg=dict(type='BN'))
@@ -41,7 +41,7 @@ def fuse(model: nn.Module) -> tuple[Any, list[FusedNorm]]:
     model.eval()
     backbones = {name: module for name, module in model.named_modules() if isinstance(module, Backbone)}
     if not backbones:
-        raise ValueError(f'{type(model).__name__} has no backbone of mmdtn, whose norms could be fused.')
+        raise ValueError(f'{type(model).__name__} has no backbone of mmdtn, and only the norms of these can be fused.')
     outcomes = []
     for path, backbone in backbones.items():
         prefix = f'{path}.' if path else ''
@@ -56,7 +56,7 @@ def fuse(model: nn.Module) -> tuple[Any, list[FusedNorm]]:
 
 
 def norms_of(backbone: Backbone) -> list[tuple[str, nn.Module]]:
-    """All norms outside other norms; batch norms that timm's layers have behind them come first."""
+    """Returns all outermost norms with their names. The batch norms inside timm's layers come first."""
 
     def search(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
         if isinstance(module, (TokenNorm, DTN, nn.LayerNorm, TORCHS_BATCH_AND_INSTANCE_NORMS)):
@@ -69,7 +69,7 @@ def norms_of(backbone: Backbone) -> list[tuple[str, nn.Module]]:
 
 
 def _fuse_norm(model: nn.Module, prefix: str, backbone: Backbone, name: str) -> str:
-    """The name of the layer that took it in, within the model."""
+    """Fuses one norm. Returns the name of the layer that it was fused into."""
     if name in backbone.fusible_norms():
         return prefix + backbone.fuse_norm(name)
     a, b = affine(backbone.get_submodule(name))
@@ -77,7 +77,7 @@ def _fuse_norm(model: nn.Module, prefix: str, backbone: Backbone, name: str) -> 
         raise NotExact('its output leaves the backbone, or a convolution pads it with zeros')
     classifier = _first_layer_of_head(model)
     if prefix != 'backbone.' or not classifier:
-        raise NotExact('its output leaves the backbone, for no linear classifier that is known here')
+        raise NotExact('its output leaves the backbone, and not to a linear classifier of MMPretrain')
     layer: Any = model.get_submodule(classifier)
     fold_into(layer, a, b)
     replace(backbone, name, nn.Identity())
@@ -85,7 +85,7 @@ def _fuse_norm(model: nn.Module, prefix: str, backbone: Backbone, name: str) -> 
 
 
 def _first_layer_of_head(model: nn.Module) -> str:
-    """Of a classifier of MMPretrain, where a linear layer takes what the backbone gives as it is; else ''."""
+    """Returns the name of the linear layer that directly follows the backbone of an MMPretrain classifier, or ''."""
     if package_of(type(model)) != 'mmpretrain' or getattr(model, 'with_neck', False):
         return ''
     from mmpretrain.models.heads import LinearClsHead, VisionTransformerClsHead

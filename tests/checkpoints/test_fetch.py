@@ -74,8 +74,8 @@ def test_a_cut_connection_leaves_nothing_and_the_next_try_fetches(server, tmp_pa
 @pytest.mark.parametrize(
     ('name', 'body', 'reason'),
     [
-        ('pvt.pth', b'<!DOCTYPE html> please log in', 'no checkpoint, .*DOCTYPE'),
-        ('pvt.pth', b'', 'no checkpoint'),
+        ('pvt.pth', b'<!DOCTYPE html> please log in', 'not a checkpoint, .*DOCTYPE'),
+        ('pvt.pth', b'', 'not a checkpoint'),
         ('pvt-0123abcd.pth', CONTENT, f'start with 0123abcd.*but is {hashlib.sha256(CONTENT).hexdigest()[:8]}'),
     ],
 )
@@ -100,7 +100,7 @@ def test_without_a_network_the_message_says_what_to_download_and_where_to_put_it
     for url, reason in ((nowhere, 'refused'), (f'{server.url}/gone.pth', 'Not Found')):
         with pytest.raises(NotFetched, match=reason) as error:
             load(url)
-        assert url in str(error.value) and f'put it at {local_copy(url)}' in str(error.value)
+        assert url in str(error.value) and f'save it as {local_copy(url)}' in str(error.value)
     local_copy(nowhere).parent.mkdir(parents=True, exist_ok=True)
     local_copy(nowhere).write_bytes(CONTENT)
     assert load(nowhere)['a'].shape == (10000,)
