@@ -118,6 +118,15 @@ def no_gpu(arch: int | str) -> Iterator[NoGPU]:
         yield driver
     finally:
         triton.runtime.driver.set_active(None)  # Triton then looks for a real driver
+        _forget_compiled_kernels()
+
+
+def _forget_compiled_kernels() -> None:
+    """Frees memory. The kernels of all layers of all models would take gigabytes."""
+    dtn_triton._plan.cache_clear()
+    for function in vars(dtn_triton).values():
+        if isinstance(function, triton.JITFunction):
+            function.device_caches.clear()
 
 
 def launches(arch: int | str, layer: Layer) -> list[Launch]:
