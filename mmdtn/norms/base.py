@@ -9,6 +9,8 @@ from typing import Any, get_args
 import torch
 from torch import Tensor, nn
 
+from .lengths import Groups, Lengths, RealTokens
+
 TORCHS_BATCH_AND_INSTANCE_NORMS = nn.modules.batchnorm._NormBase  # torch has no public name for them all
 
 
@@ -46,6 +48,10 @@ class TokenNorm(nn.Module):
 
     The output has the dtype of the input. A subclass keeps each argument under its own name, and computes in
     :meth:`normalise`.
+
+    ``norm(x, lengths=...)`` takes a padded batch of sequences ``B x T x C``, and the number of real tokens of each,
+    which come first. It normalises as if there was no padding. Neither outputs nor gradients depend on what the padding
+    holds, and the output is 0 there. Give lengths as a list or as a tensor on the CPU, which has to read them.
     """
 
     FEWEST_DIMENSIONS = 2
@@ -61,7 +67,7 @@ class TokenNorm(nn.Module):
         self.num_features = num_features
         self.eps = eps
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, lengths: Lengths | None = None) -> Tensor:
         if not x.is_floating_point():
             raise ValueError(
                 f'{type(self).__name__} normalises floating-point tokens, but got {x.dtype}. Convert them first, as in '
@@ -73,10 +79,17 @@ class TokenNorm(nn.Module):
                 f'{self.FEWEST_DIMENSIONS} or more, but got {" x ".join(map(str, x.shape))}. Turn B x C x H x W around '
                 'first: x.permute(0, 2, 3, 1).'
             )
-        return self.normalise(x).to(x.dtype)
+        if lengths is None:
+            return self.normalise(x).to(x.dtype)
+        real = RealTokens(x, lengths)
+        return real.put_back(self.normalise_real(real.tokens, real.groups).to(x.dtype))
 
     def normalise(self, x: Tensor) -> Tensor:
         raise NotImplementedError
+
+    def normalise_real(self, tokens: Tensor, groups: Groups) -> Tensor:
+        """All real tokens of a batch, ``N x C``. Norms of a token or of a batch need not know whose they are."""
+        return self.normalise(tokens)
 
     def extra_repr(self) -> str:
         options = [p for p in inspect.signature(type(self)).parameters.values() if p.default is not p.empty]

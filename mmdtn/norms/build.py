@@ -14,6 +14,7 @@ from .base import TORCHS_BATCH_AND_INSTANCE_NORMS, check_values
 from .batch import TokenBN
 from .dtn import DTN
 from .image import TokenGN, TokenIN
+from .layer import LayerNorm
 
 # MM registers channels-first classes under the first three names. Identity is what fusing leaves of a norm.
 SIBLINGS: dict[str, type[nn.Module]] = {'BN': TokenBN, 'IN': TokenIN, 'GN': TokenGN, 'Identity': nn.Identity}
@@ -29,6 +30,7 @@ class Place(NamedTuple):
     num_heads: int = 1
     pool_size: int = 1
     eps: float = 1e-5
+    position_init: str = 'local'
 
     @property
     def num_groups(self) -> int:
@@ -40,7 +42,7 @@ ANYWHERE = Place()
 
 
 def build_norm(cfg: dict[str, Any] | None, channels: int, place: Place = ANYWHERE) -> nn.Module:
-    """A normaliser of the last dimension of ``B x H x W x C``; of None, the identity.
+    """A normaliser of the last dimension of ``B x H x W x C`` or ``B x T x C``; of None, the identity.
 
     As in MMDetection, ``requires_grad=False`` in ``cfg`` freezes the parameters of any norm.
 
@@ -51,8 +53,7 @@ def build_norm(cfg: dict[str, Any] | None, channels: int, place: Place = ANYWHER
     if cfg is None:
         return nn.Identity()
     norm = norm_class(cfg)
-    from_place = ('eps',) if norm is nn.LayerNorm else getattr(norm, 'FROM_PLACE', ())
-    options = {name: getattr(place, name) for name in from_place} | cfg
+    options = {name: getattr(place, name) for name in getattr(norm, 'FROM_PLACE', ())} | cfg
     if issubclass(norm, DTN):
         options = _without_retired(options)
     requires_grad = options.pop('requires_grad', True)
@@ -104,10 +105,12 @@ def norm_class(cfg: dict[str, Any]) -> type[nn.Module]:
         )
     kind = cfg['type']
     if isinstance(kind, str):
-        found = nn.LayerNorm if kind.rpartition('.')[2] == 'LN' else SIBLINGS.get(kind) or MODELS.get(kind)
+        found = LayerNorm if kind.rpartition('.')[2] == 'LN' else SIBLINGS.get(kind) or MODELS.get(kind)
         if found is None:
             raise ValueError(f"norm_cfg has type={kind!r}, which nothing registered. Try 'DTN' or 'LN'.")
         kind = found
+    if kind is nn.LayerNorm:
+        return LayerNorm
     # A subclass with a forward of its own may take channels last.
     if issubclass(kind, CHANNELS_FIRST) and kind.forward.__module__.startswith('torch.'):
         raise _channels_first(cfg, kind)

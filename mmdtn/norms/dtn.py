@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from mmdtn.ops import Settings, Tensors, dtn, prepare
 
 from .base import check_values
+from .lengths import Lengths, RealTokens, for_each_length
 
 POSITIONS = ('learned', 'uniform', 'identity')
-POSITION_INITS = ('local', 'trunc_normal')
+POSITION_INITS = ('local', 'line', 'trunc_normal')
 MANY_PREFIX_TOKENS = 16  # no published model has as many; with more the grid is wrong, and a hint would mislead
 
 
@@ -43,7 +44,8 @@ class DTN(nn.Module):
         mean_lambda: A number fixes lambda_mean; None learns it from 1/2. 1 takes LayerNorm's mean.
         var_lambda: The same for lambda_var.
         position: ``'learned'`` coefficients of P, a ``'uniform'`` P, or the ``'identity'``.
-        position_init: Start of the learned coefficients: ``'local'`` (Eq. 7) or ``'trunc_normal'``.
+        position_init: Start of the learned coefficients: ``'local'`` (Eq. 7), ``'line'`` (Eq. 7 with all heads side by
+            side on a line, for sequences) or ``'trunc_normal'``.
         unbiased: Divide LayerNorm's variance by C - 1, as the published code does.
         pool_second_moment: False ignores the variance inside a cell, as the published code does.
 
@@ -52,15 +54,20 @@ class DTN(nn.Module):
         the shape of the input. The first p tokens, a class token for one, have no place on the grid: they stay out of
         P, and are normalised as if both lambdas were 1, which with ``prenorm=False`` is LayerNorm.
 
+        Or a padded batch of sequences ``B x T x C`` with ``lengths``, the number of real tokens of each, which lie on a
+        line and come first. Neither outputs nor gradients depend on the padding, and the output is 0 there.
+
     Example:
         >>> layer = DTN(64, num_heads=4, pool_size=2)
         >>> layer(torch.randn(2, 25, 42, 64)).shape
         torch.Size([2, 25, 42, 64])
         >>> layer(torch.randn(2, 1051, 64), hw_shape=(25, 42), num_prefix_tokens=1).shape
         torch.Size([2, 1051, 64])
+        >>> layer(torch.randn(2, 1051, 64), lengths=[1051, 600]).shape
+        torch.Size([2, 1051, 64])
     """
 
-    FROM_PLACE = ('num_heads', 'pool_size')
+    FROM_PLACE = ('num_heads', 'pool_size', 'position_init')
     NEEDS_GRID = True
 
     def __init__(
@@ -145,25 +152,33 @@ class DTN(nn.Module):
         hw_shape: tuple[int, int] | None = None,
         num_prefix_tokens: int = 0,
         feeds_autocast: bool = False,
+        lengths: Lengths | None = None,
     ) -> Tensor:
         """``feeds_autocast``: every consumer of the output is a layer that autocast runs in half precision.
 
         Autocast would cast the output to half precision in front of such a layer, as in front of ``nn.Linear``. The
         norm then returns half precision at once: the values are the same, and a pass over memory is saved.
         """
-        _check_input(x, hw_shape, num_prefix_tokens, self.num_features)
+        _check_input(x, hw_shape, num_prefix_tokens, self.num_features, lengths is not None)
         dtype = _autocast_dtype(x) if feeds_autocast else None
         # Statistics cancel in half precision: parameters, and with them the statistics, are in float32 at least.
         like = x.new_empty(0, dtype=torch.promote_types(x.dtype, torch.float32))
         C, K = self.num_features, self.num_heads
-        t = Tensors(
-            x if x.dim() == 4 else x[:, num_prefix_tokens:].unflatten(1, hw_shape),
+        parameters = (
             like.new_ones(C) if self.weight is None else self.weight.to(like),
             like.new_zeros(C) if self.bias is None else self.bias.to(like),
             _lambda(self.mean_mix, self.mean_lambda, like, K),
             _lambda(self.var_mix, self.var_lambda, like, K),
             like.new_zeros(K, 3) if self.position is None else self.position.to(like),
         )
+        if lengths is not None:
+            real = RealTokens(x, lengths)
+
+            def on_a_line(sequences: Tensor) -> Tensor:
+                return dtn(Tensors(sequences[:, None], *parameters), self.settings, dtype)[:, 0]
+
+            return real.put_back(for_each_length(on_a_line, real.tokens, real.groups))
+        t = Tensors(x if x.dim() == 4 else x[:, num_prefix_tokens:].unflatten(1, hw_shape), *parameters)
         y = dtn(t, self.settings, dtype)
         if num_prefix_tokens == 0:
             return y.view(x.shape)
@@ -216,6 +231,8 @@ def start_position(position: Tensor, init: str) -> None:
     if init == 'local':
         start = torch.tensor(local_start(len(position)))
         position[: len(start)] = start.to(position)
+    elif init == 'line':
+        position.copy_(torch.tensor(line_start(len(position))))
 
 
 def mix_of(share: float) -> float:
@@ -231,6 +248,11 @@ def local_start(num_heads: int) -> list[list[float]]:
     side = math.isqrt(num_heads)
     offsets = [i - (side - 1) / 2 for i in range(side)]
     return [[-1.0, 2 * dx, 2 * dy] for dx, dy in itertools.product(offsets, offsets)]
+
+
+def line_start(num_heads: int) -> list[list[float]]:
+    """Eq. 7 on a line: the heads look at as many neighbouring places, centred on the token."""
+    return [[-1.0, 2 * (k - (num_heads - 1) / 2), 0.0] for k in range(num_heads)]
 
 
 def _check_arguments(
@@ -262,7 +284,9 @@ def _check_arguments(
             raise ValueError(f'{name}={value!r}: choose one of {choices}.')
 
 
-def _check_input(x: Tensor, hw_shape: tuple[int, int] | None, num_prefix_tokens: int, channels: int) -> None:
+def _check_input(
+    x: Tensor, hw_shape: tuple[int, int] | None, num_prefix_tokens: int, channels: int, on_a_line: bool
+) -> None:
     if not x.is_floating_point():
         raise ValueError(
             f'DTN normalises floating-point tokens, but got {x.dtype}. Convert them first, as in x.float().'
@@ -274,6 +298,13 @@ def _check_input(x: Tensor, hw_shape: tuple[int, int] | None, num_prefix_tokens:
         raise ValueError(f'This DTN normalises {channels} channels in the last dimension, but got {_shape(x)}.{hint}')
     if 0 in x.shape[1:]:
         raise ValueError(f'DTN takes statistics of a grid, but there are no tokens in {_shape(x)}.')
+    if on_a_line:
+        if hw_shape is not None or num_prefix_tokens:
+            raise ValueError(
+                f'lengths say that tokens lie on a line, but got hw_shape={hw_shape} and num_prefix_tokens='
+                f'{num_prefix_tokens} as well. Leave these out.'
+            )
+        return
     if x.dim() == 4:
         if hw_shape is not None and tuple(hw_shape) != tuple(x.shape[1:3]):
             raise ValueError(f'hw_shape={tuple(hw_shape)} contradicts the grid of {_shape(x)}; leave it out.')

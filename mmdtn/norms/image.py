@@ -6,6 +6,7 @@ from mmengine.registry import MODELS
 from torch import Tensor, nn
 
 from .base import TokenNorm, check_groups, check_more_than_one
+from .lengths import Groups, for_each_length
 
 
 @MODELS.register_module()
@@ -43,6 +44,9 @@ class TokenIN(TokenNorm):
         y = torch.batch_norm(columns, weight.repeat(B), bias.repeat(B), None, None, True, 0.0, eps, cudnn)
         return y.view(T, B, C).transpose(0, 1).contiguous().view(x.shape)
 
+    def normalise_real(self, tokens: Tensor, groups: Groups) -> Tensor:
+        return for_each_length(self.normalise, tokens, groups)
+
 
 @MODELS.register_module()
 class TokenGN(TokenNorm):
@@ -68,3 +72,6 @@ class TokenGN(TokenNorm):
         image = x.flatten(1, -2)[:, None].permute(0, 3, 1, 2)
         y = F.group_norm(image, self.num_groups, self.weight, self.bias, self.eps)
         return y.permute(0, 2, 3, 1).reshape(x.shape)
+
+    def normalise_real(self, tokens: Tensor, groups: Groups) -> Tensor:
+        return for_each_length(self.normalise, tokens, groups)

@@ -6,6 +6,7 @@ from torch import Tensor, nn
 
 from .base import check_more_than_one, in_full_precision
 from .batch_statistics import BatchStatisticsNorm, batch_mean
+from .lengths import Groups, by_length
 
 
 @MODELS.register_module()
@@ -59,31 +60,45 @@ class SN(BatchStatisticsNorm):
             self.register_buffer('running_var', torch.ones(num_features))
 
     def normalise(self, x: Tensor) -> Tensor:
-        tokens = in_full_precision(x).flatten(1, -2)
-        T = tokens.shape[1]
-        w, v = self.mean_weight.to(tokens).softmax(0), self.var_weight.to(tokens).softmax(0)
-
-        mean, var = _moments(tokens, 1)
-        if self.unbiased:
-            check_more_than_one(T)
-            var = var * (T / (T - 1))
-        ln_mean, ln_var = _moments(tokens, -1) if self.ln == 'token' else _pooled(mean, var, -1)
-        of_channels_mean, of_channels_var = w[0] * mean, v[0] * var
-        if self.batch:
-            bn_mean, bn_var = self._of_batch(mean, var, T)
-            of_channels_mean = of_channels_mean + w[2] * bn_mean
-            of_channels_var = of_channels_var + v[2] * bn_var
-        mu = of_channels_mean + w[1] * ln_mean
-        scale = (of_channels_var + self.eps + v[1] * ln_var).rsqrt()
-        y = torch.addcmul(self.bias.to(tokens), (tokens - mu) * scale, self.weight.to(tokens))
+        (y,) = self._normalise_parts([in_full_precision(x).flatten(1, -2)])
         return y.view(x.shape)
 
-    def _of_batch(self, mean: Tensor, var: Tensor, T: int) -> tuple[Tensor, Tensor]:
-        """From the statistics of images, ``B x 1 x C``."""
+    def normalise_real(self, tokens: Tensor, groups: Groups) -> Tensor:
+        parts = self._normalise_parts(by_length(in_full_precision(tokens), groups))
+        return torch.cat([part.flatten(0, 1) for part in parts])
+
+    def _normalise_parts(self, parts: list[Tensor]) -> list[Tensor]:
+        """A batch in parts ``B x T x C``, each with its own T."""
+        moments = [_moments(tokens, 1) for tokens in parts]
+        if self.unbiased:
+            for tokens in parts:
+                check_more_than_one(tokens.shape[1])
+            moments = [(m, v * (t.shape[1] / (t.shape[1] - 1))) for (m, v), t in zip(moments, parts, strict=True)]
+        of_batch = self._of_batch(moments, [tokens.shape[1] for tokens in parts]) if self.batch else None
+        return [self._mix(*part, of_batch) for part in zip(parts, moments, strict=True)]
+
+    def _mix(self, tokens: Tensor, moments: tuple[Tensor, Tensor], of_batch: tuple[Tensor, Tensor] | None) -> Tensor:
+        w, v = self.mean_weight.to(tokens).softmax(0), self.var_weight.to(tokens).softmax(0)
+        mean, var = moments
+        ln_mean, ln_var = _moments(tokens, -1) if self.ln == 'token' else _pooled(mean, var, -1)
+        of_channels_mean, of_channels_var = w[0] * mean, v[0] * var
+        if of_batch is not None:
+            of_channels_mean = of_channels_mean + w[2] * of_batch[0]
+            of_channels_var = of_channels_var + v[2] * of_batch[1]
+        mu = of_channels_mean + w[1] * ln_mean
+        scale = (of_channels_var + self.eps + v[1] * ln_var).rsqrt()
+        return torch.addcmul(self.bias.to(tokens), (tokens - mu) * scale, self.weight.to(tokens))
+
+    def _of_batch(self, moments: list[tuple[Tensor, Tensor]], lengths: list[int]) -> tuple[Tensor, Tensor]:
+        """From the statistics of images, ``B x 1 x C`` for each number of tokens."""
         if not self.training:
-            return self.running_mean.to(mean), self.running_var.to(mean)
-        mu = batch_mean(T * mean.sum((0, 1)), T * len(mean), self.sync)
-        of_batch = mu, batch_mean(T * (var + (mean - mu).square()).sum((0, 1)), T * len(mean), self.sync)
+            like = moments[0][0]
+            return self.running_mean.to(like), self.running_var.to(like)
+        parts = [(mean, var, T) for (mean, var), T in zip(moments, lengths, strict=True)]
+        count = sum(T * len(mean) for mean, _, T in parts)
+        mu = batch_mean(torch.stack([T * mean.sum((0, 1)) for mean, _, T in parts]).sum(0), count, self.sync)
+        squares = [T * (var + (mean - mu).square()).sum((0, 1)) for mean, var, T in parts]
+        of_batch = mu, batch_mean(torch.stack(squares).sum(0), count, self.sync)
         with torch.no_grad():
             for running, new in zip((self.running_mean, self.running_var), of_batch, strict=True):
                 running.lerp_(new.to(running), self.momentum)
