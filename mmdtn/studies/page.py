@@ -68,8 +68,12 @@ def _training(study: Study, found: Records, title: str, metric: str) -> tuple[li
     early = _by_variant({key: after_a_third(curve) for key, curve in curves.items()})
     area = _by_variant({key: statistics.fmean(curve.values()) for key, curve in curves.items()})
     unit = '%' if metric.startswith('accuracy/') else 'x 100' if metric.startswith('coco/') else ''
-    header = [f'{title} {unit}'.strip(), 'seeds', 'at the end', f'less {study.baseline}', 'bootstrap', "Student's"]
-    header += ['after a third', f'less {study.baseline}', 'mean of all evaluations', f'less {study.baseline}']
+    less = f'less {study.baseline_name}'
+    header = [f'{title} {unit}'.strip(), 'seeds', 'at the end', less, 'bootstrap', "Student's"]
+    header += ['after a third', less, 'mean of all evaluations', less]
+    published = study.published if metric == next(iter(study.metrics.values())) else {}
+    if published:
+        header.append('the paper')
     rows = []
     for variant in final:
         pair, pair_early, pair_area = (_pair(study, values, variant) for values in (final, early, area))
@@ -85,6 +89,7 @@ def _training(study: Study, found: Records, title: str, metric: str) -> tuple[li
                 _difference(pair_early),
                 _mean(area[variant]),
                 _difference(pair_area),
+                *([str(published.get(variant, ''))] if published else []),
             ]
         )
     return header, rows
@@ -118,7 +123,7 @@ def _seeds(study: Study, found: Records) -> str:
     final = _by_variant({key: curve[max(curve)] for key, curve in curves.items()})
     compared = {variant: pair for variant in final if (pair := _pair(study, final, variant))}
     if not compared:
-        return f'There is nothing yet to compare with {study.baseline}.'
+        return f'There is nothing yet to compare with {study.baseline_name}.'
     pairs = {variant: pair for variant, pair in compared.items() if pair.seeds > 1}
     if not pairs:
         return f'One seed tells nothing about differences in {title}.'
@@ -127,9 +132,10 @@ def _seeds(study: Study, found: Records) -> str:
     low, high = std_interval(std, n)
     counts = [seeds_needed(each, POINT) or 'more than 10,000' for each in (std, low, high)]
     return (
-        f'The difference in {title} between {variant} and {study.baseline} of one seed has a standard deviation of '
-        f'{std:.2f} points; {n} seeds do not tell it better than {low:.2f} to {high:.2f}. To see a difference of one '
-        f'point in four of five studies takes {counts[0]} seeds of each; with that interval {counts[1]} to {counts[2]}.'
+        f'The difference in {title} between {variant} and {study.baseline_of(variant)} of one seed has a standard '
+        f'deviation of {std:.2f} points; {n} seeds do not tell it better than {low:.2f} to {high:.2f}. To see a '
+        f'difference of one point in four of five studies takes {counts[0]} seeds of each; with that interval '
+        f'{counts[1]} to {counts[2]}.'
     )
 
 
@@ -189,10 +195,11 @@ def _by_variant(values: dict[tuple[str, int], float]) -> Values:
 
 def _pair(study: Study, values: Values, variant: str) -> Comparison | None:
     """With the baseline, over the seeds that both have."""
-    both = sorted(values.get(variant, {}).keys() & values.get(study.baseline, {}).keys())
-    if variant == study.baseline or not both:
+    baseline = study.baseline_of(variant)
+    if baseline is None:
         return None
-    return compare([values[variant][s] for s in both], [values[study.baseline][s] for s in both])
+    both = sorted(values.get(variant, {}).keys() & values.get(baseline, {}).keys())
+    return compare([values[variant][s] for s in both], [values[baseline][s] for s in both]) if both else None
 
 
 def _mean(values: dict[int, float]) -> str:

@@ -31,10 +31,11 @@ class Study:
         title: A heading.
         config: What all runs train.
         variants: By name, the options in which a variant differs.
-        baseline: The variant that the others are compared with.
+        baseline: The variant that the others are compared with. A dict has one for each variant that is compared.
         metrics: By title, the name in the logs; the first is the one that the seeds are counted for.
         seeds: Of the runs of each variant, for those in ``few`` only the first.
         few: Variants that are run with one seed.
+        published: By variant, what a paper reports for the first metric.
         evaluations: By name, what is measured on each trained model beside: the arguments of a tool.
     """
 
@@ -44,13 +45,23 @@ class Study:
     config: str
     variants: dict[str, Options]
     metrics: dict[str, str]
-    baseline: str = 'LN'
+    baseline: str | dict[str, str] = 'LN'
     seeds: tuple[int, ...] = (0, 1, 2)
     few: tuple[str, ...] = ()
+    published: dict[str, float] = field(default_factory=dict)
     evaluations: dict[str, 'Evaluation'] = field(default_factory=dict)
 
     def seeds_of(self, variant: str) -> tuple[int, ...]:
         return self.seeds[:1] if variant in self.few else self.seeds
+
+    @property
+    def baseline_name(self) -> str:
+        return 'baseline' if isinstance(self.baseline, dict) else self.baseline
+
+    def baseline_of(self, variant: str) -> str | None:
+        """None for a variant that is compared with no other."""
+        baseline = self.baseline.get(variant) if isinstance(self.baseline, dict) else self.baseline
+        return None if baseline == variant else baseline
 
     def settings(self, variant: str, seed: int) -> dict[str, Any]:
         """What a run changes in the config."""
@@ -91,7 +102,9 @@ class Study:
                 raise UserError(
                     f'{file}: no evaluation is made by {evaluation.tool!r}{nearest(evaluation.tool, TOOLS)}'
                 )
-        for key, name in (('baseline', study.baseline), *(('few', name) for name in study.few)):
+        baselines = study.baseline.items() if isinstance(study.baseline, dict) else [(study.baseline,)]
+        named = dict(baseline={name for names in baselines for name in names}, few=study.few, published=study.published)
+        for key, name in ((key, name) for key, names in named.items() for name in names):
             if name not in study.variants:
                 raise UserError(
                     f'{file}: {key}={name!r}, where there is no variant {name!r}{nearest(name, study.variants)}'
