@@ -14,7 +14,7 @@ from mmdtn.norms import DTN, LayerNorm
 from mmdtn.norms.dtn import line_start
 from mmdtn.sequences import SequenceClassifier, SequencePreprocessor
 from mmdtn.sequences.encoder import sinusoids
-from mmdtn.sequences.listops import Limits, draw_distinct, encode, evaluate
+from mmdtn.sequences.listops import UNKNOWN, Limits, draw_distinct, encode, evaluate
 
 SMALL = dict(type='SequenceClassifier', max_length=64, width=24, depth=2, num_heads=4, mlp=32)
 KINDS = dict(
@@ -110,6 +110,15 @@ def _without_dropout(model):
         if isinstance(getattr(module, 'dropout', None), float):
             module.dropout = 0.0
     return model
+
+
+def test_the_last_real_token_counts():
+    model = build().eval()
+    data = model.data_preprocessor(batch())
+    other = data['tokens'].clone()
+    for row, length in enumerate(data['lengths']):
+        other[row, length - 1] = UNKNOWN
+    assert (model(**data) != model(**dict(data, tokens=other))).any(-1).all()
 
 
 def test_results():
