@@ -88,7 +88,10 @@ class TokenNorm(nn.Module):
         raise NotImplementedError
 
     def normalise_real(self, tokens: Tensor, groups: Groups) -> Tensor:
-        """All real tokens of a batch, ``N x C``. Norms of a token or of a batch need not know whose they are."""
+        """Normalises the real tokens of a batch, ``N x C``.
+
+        A norm of a token, or of the whole batch, does not need to know which sequence a token belongs to.
+        """
         return self.normalise(tokens)
 
     def extra_repr(self) -> str:

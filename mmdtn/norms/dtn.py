@@ -44,8 +44,8 @@ class DTN(nn.Module):
         mean_lambda: A number fixes lambda_mean; None learns it from 1/2. 1 takes LayerNorm's mean.
         var_lambda: The same for lambda_var.
         position: ``'learned'`` coefficients of P, a ``'uniform'`` P, or the ``'identity'``.
-        position_init: Start of the learned coefficients: ``'local'`` (Eq. 7), ``'line'`` (Eq. 7 with all heads side by
-            side on a line, for sequences) or ``'trunc_normal'``.
+        position_init: Start of the learned coefficients: ``'local'`` (Eq. 7), ``'line'`` (Eq. 7 for sequences, with the
+            heads side by side) or ``'trunc_normal'``.
         unbiased: Divide LayerNorm's variance by C - 1, as the published code does.
         pool_second_moment: False ignores the variance inside a cell, as the published code does.
 
@@ -54,8 +54,8 @@ class DTN(nn.Module):
         the shape of the input. The first p tokens, a class token for one, have no place on the grid: they stay out of
         P, and are normalised as if both lambdas were 1, which with ``prenorm=False`` is LayerNorm.
 
-        Or a padded batch of sequences ``B x T x C`` with ``lengths``, the number of real tokens of each, which lie on a
-        line and come first. Neither outputs nor gradients depend on the padding, and the output is 0 there.
+        Or a padded batch of sequences ``B x T x C`` with ``lengths``, the number of real tokens of each. These lie on a
+        line and come first. Neither outputs nor gradients depend on the padding, where the output is 0.
 
     Example:
         >>> layer = DTN(64, num_heads=4, pool_size=2)
@@ -251,7 +251,7 @@ def local_start(num_heads: int) -> list[list[float]]:
 
 
 def line_start(num_heads: int) -> list[list[float]]:
-    """Eq. 7 on a line: the heads look at as many neighbouring places, centred on the token."""
+    """Eq. 7 of the paper on a line: each head looks at another place of a neighbourhood around the token."""
     return [[-1.0, 2 * (k - (num_heads - 1) / 2), 0.0] for k in range(num_heads)]
 
 

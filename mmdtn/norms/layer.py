@@ -1,4 +1,4 @@
-"""LayerNorm, called as all norms of this package are."""
+"""LayerNorm with the arguments that all norms of this package take."""
 
 from torch import Tensor, nn
 

@@ -1,18 +1,18 @@
-"""Padded batches of sequences of unequal length: norms work on the real tokens, and never read the padding."""
+"""Padded batches of sequences of unequal length: takes the real tokens out for a norm, and puts them back."""
 
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-Lengths = Sequence[int] | Tensor  # real tokens of each sequence, which are its first
-Groups = list[tuple[int, int]]  # how many sequences have a length, and the length
+Lengths = Sequence[int] | Tensor  # number of real tokens of each sequence; they come first
+Groups = list[tuple[int, int]]  # for each length: how many sequences have it, and the length
 
 
 class RealTokens:
-    """The real tokens of ``x``, ``B x T x C``, as ``N x C``. Sequences of equal length follow one another.
+    """The real tokens of ``x``, ``B x T x C``, as ``tokens``, ``N x C``. Sequences of equal length follow one another.
 
-    Indices come from ``lengths`` on the CPU, so that a GPU does not have to wait for a count of tokens.
+    The indices are computed on the CPU, which knows the number of tokens without waiting for a GPU.
     """
 
     def __init__(self, x: Tensor, lengths: Lengths) -> None:
@@ -33,17 +33,17 @@ class RealTokens:
         self.tokens = x.flatten(0, 1).index_select(0, self.index)
 
     def put_back(self, tokens: Tensor) -> Tensor:
-        """``N x C`` to ``B x T x C``. Padding is 0."""
+        """Returns ``N x C`` as ``B x T x C``, with zeros for the padding."""
         B, T, C = self.shape
         return tokens.new_zeros(B * T, C).index_copy(0, self.index, tokens).view(B, T, C)
 
 
 def by_length(tokens: Tensor, groups: Groups) -> list[Tensor]:
-    """``N x C`` to ``k x n x C`` for each length n and the k sequences that have it."""
+    """Splits ``N x C`` into a tensor ``k x n x C`` for each length n and the k sequences of this length."""
     parts = tokens.split([k * n for k, n in groups])
     return [part.unflatten(0, group) for part, group in zip(parts, groups, strict=True)]
 
 
 def for_each_length(normalise: Callable[[Tensor], Tensor], tokens: Tensor, groups: Groups) -> Tensor:
-    """``normalise`` of ``k x n x C`` for each length, put together as ``N x C``."""
+    """Applies ``normalise`` to the ``k x n x C`` of each length, and returns ``N x C``."""
     return torch.cat([normalise(part).flatten(0, 1) for part in by_length(tokens, groups)])

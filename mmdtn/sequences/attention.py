@@ -15,13 +15,13 @@ from torch import Tensor, nn
 
 @MODELS.register_module()
 class FullAttention(nn.Module):
-    """Every token attends to all real tokens. No layer has a bias.
+    """Every token attends to all real tokens. The linear layers have no bias.
 
     Args:
-        channels: C.
-        num_heads: Heads.
-        dropout: Of attention weights.
-        max_tokens, layer: Of no use here; the encoder gives them to each kind of attention.
+        channels: Number of channels, C.
+        num_heads: Number of heads, K.
+        max_tokens, layer: Unused. The encoder passes them to every kind of attention.
+        dropout: Dropout rate of the attention weights.
     """
 
     def __init__(
@@ -47,16 +47,16 @@ class FullAttention(nn.Module):
 class BigBirdAttention(FullAttention):
     """Full attention under the fixed mask of :func:`bigbird_mask` (Zaheer et al., arXiv 2007.14062).
 
-    It gathers the few blocks of keys that a block of queries attends to, and computes no other scores.
+    The module gathers the few blocks of keys that a block of queries attends to, and computes no other scores.
 
     Args:
-        channels: C.
-        num_heads: Heads, each with random blocks of its own.
-        max_tokens: Most tokens of a sequence; they decide which block is the last.
-        layer: Number of the layer, the seed of its random blocks.
-        block_size: Tokens of a block.
-        random_blocks: Random blocks that a block attends to.
-        random_tokens: The random blocks are among the first tokens, up to this number.
+        channels: Number of channels, C.
+        num_heads: Number of heads, K. Each head has its own random blocks.
+        max_tokens: Largest number of tokens in a sequence. It determines which block is the last.
+        layer: Number of the layer, which seeds the random blocks.
+        block_size: Number of tokens in a block.
+        random_blocks: Number of random blocks that a block attends to.
+        random_tokens: The random blocks lie within this number of first tokens.
     """
 
     seen: Tensor
@@ -73,11 +73,12 @@ class BigBirdAttention(FullAttention):
         random_tokens: int = 1024,
     ) -> None:
         super().__init__(channels, num_heads, dropout=0.0)
-        self.max_tokens, self.block_size = max_tokens, block_size
+        self.block_size = block_size
         self.num_blocks = math.ceil(max_tokens / block_size)
         mask = bigbird_mask(self.num_blocks, num_heads, layer, random_blocks, random_tokens // block_size)
         self.sees_all = bool(mask.all())
         middle = mask[:, 1:-1]  # the first and the last block of queries attend to all
+        # The blocks that a block attends to come first. Rows with fewer are filled with blocks that do not count.
         counts, seen = middle.int().sort(dim=-1, descending=True, stable=True)
         most = int(middle.sum(-1).max()) if middle.numel() else 0
         self.register_buffer('seen', seen[..., :most].contiguous(), persistent=False)
@@ -113,45 +114,45 @@ class BigBirdAttention(FullAttention):
 
 
 def bigbird_mask(num_blocks: int, num_heads: int, seed: int, random_blocks: int = 3, random_from: int = 16) -> Tensor:
-    """Which blocks attend to which, ``K x blocks x blocks``: the mask of Long-Range Arena's BigBird.
+    """The mask of Long-Range Arena's BigBird, ``K x blocks x blocks``: which block attends to which.
 
-    The first and the last block attend to all and are attended to by all. Every other block attends to itself, to its
-    neighbours, and to random blocks of the first ``random_from``, drawn for each head.
+    The first and the last block attend to all blocks, and all blocks attend to them. Every other block attends to
+    itself, to the two blocks next to it, and to random blocks among the first ``random_from``. Each head draws its own.
     """
     block = torch.arange(num_blocks, device='cpu')  # also where a model is built on the meta device
     mask = ((block[:, None] - block).abs() <= 1).repeat(num_heads, 1, 1)
     for end in (0, -1):
         mask[:, end] = mask[:, :, end] = True
-    # NumPy's old generator, with the draws in this order, gives the blocks that Long-Range Arena's code has.
+    # With NumPy's old generator and draws in this order, the random blocks are those of Long-Range Arena's code.
     rng = np.random.RandomState(seed)
     for head in mask:
         for i in range(1, num_blocks - 1):
             last = min(num_blocks, random_from) - 1
-            if i > 2:  # that code draws the random blocks of the last two rows from fewer
+            if i > 2:  # that code draws from fewer blocks in the last two rows
                 last -= {num_blocks - 3: 4, num_blocks - 2: 3}.get(i, 0)
             candidates = [j for j in range(1, min(last, num_blocks - 2) + 1) if abs(i - j) > 1]
             head[i, rng.permutation(candidates)[:random_blocks].astype(int)] = True
     return mask
 
 
-OWN_TOKEN = -1e4  # added to a token's score of itself, to which it attends only if there is no other
+OWN_TOKEN = -1e4  # added to the score of a token with itself, so that it attends to itself only if it is alone
 
 
 @MODELS.register_module()
 class ReformerAttention(nn.Module):
     """Attention within chunks of tokens that hash alike (Kitaev et al., arXiv 2001.04451), as Long-Range Arena has it.
 
-    Queries are the keys, and there is no projection of the output. Tokens are sorted by their bucket, then by position,
-    padding last, and cut into chunks. A token attends to its chunk and to the chunk before, where the first follows the
-    last. To itself it attends only if there is no other token.
+    Queries and keys are the same, and the output is not projected. Each head sorts the tokens by bucket and then by
+    position, with padding last, and cuts them into chunks. A token attends to its own chunk and to the chunk before it.
+    The chunk before the first is the last. A token attends to itself only if there is no other token.
 
     Args:
-        channels: C.
-        num_heads: Heads, each of which sorts for itself.
-        max_tokens: Most tokens of a sequence; with ``num_chunks`` they decide the size of a chunk.
-        layer: Of no use here, as all layers have the same hash.
-        num_buckets: Values of the hash, an even number.
-        num_chunks: Chunks of ``max_tokens`` tokens.
+        channels: Number of channels, C.
+        num_heads: Number of heads, K.
+        max_tokens: Largest number of tokens in a sequence. It determines the size of a chunk.
+        layer: Unused, as all layers have the same hash.
+        num_buckets: Number of values of the hash, which is even.
+        num_chunks: Number of chunks into which ``max_tokens`` tokens are cut.
     """
 
     rotation: Tensor
@@ -171,9 +172,9 @@ class ReformerAttention(nn.Module):
         if num_buckets % 2:
             raise ValueError(f'num_buckets={num_buckets}: the hash has an even number of values.')
         self.num_heads, self.num_buckets, self.num_chunks = num_heads, num_buckets, num_chunks
-        self.max_tokens, self.chunk_size = max_tokens, math.ceil(max_tokens / num_chunks)
+        self.chunk_size = math.ceil(max_tokens / num_chunks)
         self.qk, self.v = (nn.Linear(channels, channels, bias=False) for _ in range(2))
-        generator = torch.Generator().manual_seed(0)  # one hash, whatever the seed of the training
+        generator = torch.Generator().manual_seed(0)  # all layers and trainings have the same hash
         self.register_buffer('rotation', torch.randn(channels // num_heads, num_buckets // 2, generator=generator))
 
     def forward(self, x: Tensor, real: Tensor) -> Tensor:
@@ -191,7 +192,7 @@ class ReformerAttention(nn.Module):
 
     @torch.no_grad()
     def sort(self, qk: Tensor, real: Tensor) -> Tensor:
-        """The place of each token before sorting, ``B x K x T``."""
+        """Returns the places of the tokens in sorted order, ``B x K x T``."""
         rotated = qk.float() @ self.rotation.float()
         bucket = torch.cat((rotated, -rotated), -1).argmax(-1)
         return bucket.masked_fill(~real[:, None], self.num_buckets).argsort(dim=-1, stable=True)
@@ -201,11 +202,11 @@ class ReformerAttention(nn.Module):
         return x.unflatten(2, (self.num_chunks, self.chunk_size)).transpose(1, 2)
 
     def with_chunk_before(self, chunks: Tensor) -> Tensor:
-        """``B x n x K x S x c`` to ``B x n x K x 2S x c``; a single chunk has none before."""
+        """``B x n x K x S x c`` to ``B x n x K x 2S x c``. A single chunk stays alone."""
         return torch.cat((chunks, chunks.roll(1, 1)), 3) if self.num_chunks > 1 else chunks
 
     def bias(self, real: Tensor) -> Tensor:
-        """What is added to the scores, ``B x n x 1 x S x 2S``. Real tokens come first after sorting, as before."""
+        """Returns what is added to the scores, ``B x n x 1 x S x 2S``. Real tokens also come first after sorting."""
         padding = torch.zeros(real.shape, device=real.device).masked_fill(~real, -math.inf)
         padding = self.with_chunk_before(self.chunks(padding[:, None, :, None])).mT.repeat(1, 1, 1, self.chunk_size, 1)
         padding.diagonal(dim1=-2, dim2=-1).fill_(OWN_TOKEN)
@@ -221,7 +222,7 @@ def merge_heads(x: Tensor) -> Tensor:
 
 
 def pad_tokens(x: Tensor, tokens: int) -> Tensor:
-    """Zeros, or False, behind ``... x T x c`` up to a number of tokens."""
+    """Appends zeros, or False, to ``... x T x c`` up to a number of tokens."""
     if x.shape[-2] > tokens:
         raise ValueError(f'got {x.shape[-2]} tokens, but max_tokens allows {tokens}.')
     return F.pad(x, (0, 0, 0, tokens - x.shape[-2]))

@@ -1,4 +1,4 @@
-"""A pre-norm transformer that classifies padded sequences of tokens, as Long-Range Arena has it."""
+"""A pre-norm transformer that classifies padded sequences of tokens, with the settings of Long-Range Arena."""
 
 import inspect
 from collections.abc import Mapping, Sequence
@@ -32,7 +32,7 @@ class SequencePreprocessor(BaseDataPreprocessor):
         tokens = torch.full((len(lengths), self.max_length), PADDING)
         for row, sequence, length in zip(tokens, data['tokens'], lengths, strict=True):
             row[:length] = torch.as_tensor(sequence)
-        batch = dict(tokens=tokens.to(self.device), lengths=lengths)  # on the CPU, where the norms read them
+        batch = dict(tokens=tokens.to(self.device), lengths=lengths)  # lengths stay on the CPU, which reads them
         if 'gt_label' in data:
             batch['gt_label'] = torch.as_tensor(data['gt_label']).to(self.device)
         return batch
@@ -40,22 +40,22 @@ class SequencePreprocessor(BaseDataPreprocessor):
 
 @MODELS.register_module()
 class SequenceClassifier(BaseModel):
-    """Embeds tokens, puts a class token in front, and classifies by what layers of attention make of it.
+    """Embeds tokens, puts a class token in front, runs the layers, and classifies the class token.
 
     Args:
-        attention: Settings of the attention, ``dict(type='FullAttention')``, ``'BigBirdAttention'`` or
+        attention: Settings of the attention, with type ``'FullAttention'``, ``'BigBirdAttention'`` or
             ``'ReformerAttention'``.
-        norm_cfg: The norms of the layers. The last norm is LayerNorm.
-        max_length: Most tokens of a sequence, without the class token.
-        vocabulary_size: Embeddings, with those of the padding and of unknown tokens.
-        num_classes: Outputs.
-        width: Channels.
-        depth: Layers.
-        num_heads: Heads of the attention, of DTN, and groups of GN.
-        mlp: Hidden channels of each MLP, and of the classifier.
-        dropout: Of the embedding, of the attention's output, and twice in each MLP.
-        pool_size: Tokens of a cell of DTN.
-        eps: Of all norms, unless the ``norm_cfg`` has one.
+        norm_cfg: Settings of the norms in the layers. The last norm is LayerNorm.
+        max_length: Largest number of tokens in a sequence, without the class token.
+        vocabulary_size: Number of embeddings, including those of padding and of unknown tokens.
+        num_classes: Number of outputs.
+        width: Number of channels.
+        depth: Number of layers.
+        num_heads: Number of heads of the attention and of DTN, and of groups of GN.
+        mlp: Number of hidden channels in each MLP and in the classifier.
+        dropout: Dropout rate of the embedding, of the output of the attention, and of both layers of each MLP.
+        pool_size: Number of tokens in a cell of DTN.
+        eps: The eps of all norms. A ``norm_cfg`` with its own takes precedence.
         masked: False lets the statistics of the norms see the padding.
     """
 
@@ -106,9 +106,9 @@ class SequenceClassifier(BaseModel):
     def forward(
         self, tokens: Tensor, lengths: Lengths, gt_label: Tensor | None = None, mode: str = 'tensor'
     ) -> Tensor | dict[str, Tensor] | list[BaseDataElement]:
-        """``tokens``, ``B x T`` with T up to ``max_length``, of which the first ``lengths`` are real.
+        """Takes ``tokens``, ``B x T`` with T up to ``max_length``, and ``lengths``, how many of them are real.
 
-        Returns scores ``B x classes``; with ``mode='loss'`` the losses, and with ``'predict'`` one result a sequence.
+        Returns scores ``B x classes``, with ``mode='loss'`` the loss, and with ``'predict'`` a result for each sequence.
         """
         scores = self.classify(tokens, lengths)
         if mode == 'tensor':
@@ -166,7 +166,7 @@ class EncoderLayer(nn.Module):
 
 
 def sinusoids(places: int, channels: int) -> Tensor:
-    """Fixed position embeddings, ``places x channels``: sines in even and cosines in odd channels."""
+    """Returns fixed position embeddings, ``places x channels``, with sines in even and cosines in odd channels."""
     frequency = 10_000.0 ** (-torch.arange(0, channels, 2, dtype=torch.float64) / channels)
     angle = torch.arange(places)[:, None] * frequency
     return torch.stack((angle.sin(), angle.cos()), -1).flatten(1)[:, :channels].float()

@@ -17,7 +17,7 @@ from mmdtn.files import whole_file
 
 
 def median(values: Sequence[int]) -> int:
-    """The mean of the middle two, cut to a whole number, where the number of values is even."""
+    """The median. For an even number of values it is the mean of the middle two, cut to a whole number."""
     ordered = sorted(values)
     return (ordered[(len(ordered) - 1) // 2] + ordered[len(ordered) // 2]) // 2
 
@@ -40,7 +40,7 @@ BINARY_PARENTHESES = str.maketrans('()', '  ')  # LRA's files have them around e
 
 
 class Limits(NamedTuple):
-    """Which expressions are drawn; kept are those of more than ``min_length`` and less than ``max_length`` words."""
+    """Limits of expressions. Their lengths lie between ``min_length`` and ``max_length``, both excluded."""
 
     max_depth: int = 10
     max_args: int = 10
@@ -52,7 +52,7 @@ LRA = Limits()
 
 
 def draw(rng: Random, limits: Limits = LRA) -> list[str]:
-    """The words of one expression of any length."""
+    """Draws one expression, of any length, and returns its words."""
     words: list[str] = []
     _draw(rng, 1, limits.max_depth, limits.max_args, words)
     return words
@@ -69,7 +69,7 @@ def _draw(rng: Random, depth: int, max_depth: int, max_args: int, words: list[st
 
 
 def draw_distinct(rng: Random, limits: Limits = LRA) -> Iterator[list[str]]:
-    """Expressions of the wanted lengths without end, none of them twice."""
+    """Draws expressions of the wanted lengths without end, and none of them twice."""
     seen = set()
     while True:
         words = draw(rng, limits)
@@ -81,7 +81,7 @@ def draw_distinct(rng: Random, limits: Limits = LRA) -> Iterator[list[str]]:
 
 
 def evaluate(words: Iterable[str]) -> int:
-    """The value of an expression.
+    """Computes the value of an expression.
 
     Example:
         >>> evaluate('[SM 7 8 [MED 1 9 4 6 ] ]'.split())
@@ -108,7 +108,7 @@ def evaluate(words: Iterable[str]) -> int:
 
 
 def encode(words: Sequence[str]) -> np.ndarray:
-    """The id of each word."""
+    """Returns the id of each word."""
     return np.array([IDS.get(word, UNKNOWN) for word in words], dtype=np.uint8)
 
 
@@ -121,7 +121,7 @@ def write_tsv(path: str | Path, expressions: Iterable[Sequence[str]]) -> None:
 
 
 def read_tsv(path: str | Path) -> Iterator[tuple[list[str], int]]:
-    """The words and the value of each expression of a file, which LRA's generator or ``make_listops.py`` wrote."""
+    """Yields the words and the value of each expression in a file of LRA's generator or of ``make_listops.py``."""
     with open(path, newline='') as file:
         rows = csv.reader(file, delimiter='\t')
         if next(rows, None) != HEADER:
@@ -139,9 +139,9 @@ def read_tsv(path: str | Path) -> Iterator[tuple[list[str], int]]:
 
 @DATASETS.register_module()
 class ListOps(BaseDataset):
-    """Expressions of a TSV file, LRA's own or one of ``tools/dataset_converters/make_listops.py``.
+    """Expressions of a TSV file, which LRA or ``tools/dataset_converters/make_listops.py`` made.
 
-    A sample has the ids of the words as ``tokens`` and the value as ``gt_label``.
+    A sample has the ids of the words as ``tokens``, and the value as ``gt_label``.
 
     Example:
         dataset = dict(type='ListOps', data_root='data/listops', ann_file='basic_train.tsv')
