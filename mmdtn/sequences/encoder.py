@@ -108,7 +108,7 @@ class SequenceClassifier(BaseModel):
     ) -> Tensor | dict[str, Tensor] | list[BaseDataElement]:
         """Takes ``tokens``, ``B x T`` with T up to ``max_length``, and ``lengths``, how many of them are real.
 
-        Returns scores ``B x classes``, with ``mode='loss'`` the loss, and with ``'predict'`` a result for each sequence.
+        Returns scores ``B x classes``, with ``mode='loss'`` the loss, with ``'predict'`` a result for each sequence.
         """
         scores = self.classify(tokens, lengths)
         if mode == 'tensor':
