@@ -85,15 +85,30 @@ def test_what_is_no_expression(text):
         evaluate(text.split())
 
 
+def exact_lengths():
+    """The probability of each length below 2000, level by level: a sum of arguments has a convolution of lengths."""
+    of_level = np.eye(2000)[1]  # the tenth
+    for _ in range(9):
+        sums, of_arguments = [], of_level
+        for _ in range(2, 11):
+            of_arguments = np.convolve(of_arguments, of_level)[:2000]
+            sums.append(of_arguments)
+        of_level = 0.75 * np.eye(2000)[1] + 0.25 * np.roll(np.mean(sums, 0), 2)  # an operator and a bracket
+    return of_level
+
+
 @pytest.mark.slow
 def test_twenty_thousand_trees_are_as_in_long_range_arena():
+    lengths, shares = np.arange(501, 2000), exact_lengths()[501:]
+    share, mean = shares.sum(), lengths @ shares / shares.sum()
+    assert (share, mean) == pytest.approx((0.0828, 1035.0), rel=1e-3)
     rng = Random(0)
     trees = [draw(rng) for _ in range(20_000)]
     roots = Counter(len(words) == 1 for words in trees)
     assert roots[True] / len(trees) == pytest.approx(0.75, abs=0.01)
     kept = [words for words in trees if 500 < len(words) < 2000]
-    assert len(kept) / len(trees) == pytest.approx(0.082, abs=0.006)
-    assert np.mean([len(words) for words in kept]) == pytest.approx(1062, abs=30)
+    assert len(kept) / len(trees) == pytest.approx(share, abs=0.006)  # three standard errors
+    assert np.mean([len(words) for words in kept]) == pytest.approx(mean, abs=30)
     counts = np.bincount([evaluate(words) for words in kept], minlength=10) / len(kept)
     assert {*counts.argsort()[-2:]} == {0, 9} and counts[[0, 9]] == pytest.approx([0.17, 0.17], abs=0.03)
 
