@@ -5,6 +5,7 @@ from .build import Place, build_norm, needs_grid, norm_class
 from .dtn import DTN, DTN2d
 from .feature import FeatureNorm
 from .image import TokenGN, TokenIN
+from .layer import LayerNorm
 from .pointwise import Derf, DyT
 from .power import PowerNorm
 from .rms import RMSNorm, ScaleNorm
@@ -20,6 +21,7 @@ __all__ = [
     'Derf',
     'DyT',
     'FeatureNorm',
+    'LayerNorm',
     'MovingAverageNorm',
     'PRepBN',
     'Place',

@@ -1,4 +1,4 @@
-"""What this package's normalisers beside DTN share: the checks of their input, and what others ask them."""
+"""Base class of all normalisers except DTN, and checks of their arguments."""
 
 import inspect
 import math
@@ -8,6 +8,8 @@ from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
+
+from .lengths import Groups, Lengths, RealTokens
 
 TORCHS_BATCH_AND_INSTANCE_NORMS = nn.modules.batchnorm._NormBase  # torch has no public name for them all
 
@@ -21,18 +23,18 @@ KINDS: dict[Any, str] = {
 
 
 def check_values(norm: type[nn.Module], values: Mapping[str, Any]) -> None:
-    """Compares the values of a norm's arguments with the types that its constructor declares."""
+    """Raises an error if a value does not have the type that the constructor of the norm declares."""
     parameters = inspect.signature(norm).parameters
     for name, value in values.items():
         declared = parameters[name].annotation if name in parameters else None
         kinds = get_args(declared) or (declared,)
         if not all(kind in KINDS for kind in kinds):
-            continue  # names and sequences, which the norms check themselves
+            continue  # the norms check names and sequences themselves
         expected = ' or '.join(KINDS[kind] for kind in kinds)
         if not any(_is(value, kind) for kind in kinds):
             raise ValueError(f'{name}={value!r}: {norm.__name__} needs {expected}.')
         if name == 'eps' and value < 0:
-            raise ValueError(f'eps={value!r}: {norm.__name__} takes roots, and needs a number from 0 on, as 1e-5.')
+            raise ValueError(f'eps={value!r}: {norm.__name__} needs a number that is not negative, such as 1e-5.')
 
 
 def _is(value: Any, kind: Any) -> bool:
@@ -42,26 +44,30 @@ def _is(value: Any, kind: Any) -> bool:
 
 
 class TokenNorm(nn.Module):
-    """Normalises tokens with channels last: ``B x H x W x C``, ``B x T x C``, or ``B x 1 x (T + 1) x C``.
+    """Base class of norms of tokens with channels last: ``B x H x W x C``, ``B x T x C`` or ``B x 1 x (T + 1) x C``.
 
-    The output has the dtype of the input. A subclass keeps each argument under its own name, and computes in
-    :meth:`normalise`.
+    The output has the dtype of the input. A subclass implements :meth:`normalise`, and stores each argument of its
+    constructor in an attribute of the same name.
+
+    ``norm(x, lengths=...)`` normalises a padded batch of sequences ``B x T x C`` as if there was no padding. The
+    lengths are the numbers of real tokens, which come before the padding. The content of the padding affects neither
+    outputs nor gradients, and the output is 0 there. The CPU reads the lengths, so pass a list or a CPU tensor.
     """
 
     FEWEST_DIMENSIONS = 2
-    repeatable = True  # a second forward of the same step, as checkpointing runs one, computes the same
+    repeatable = True  # whether a second forward pass of the same step, as in checkpointing, computes the same
 
     def __init__(self, num_features: int, eps: float) -> None:
         super().__init__()
         if not isinstance(num_features, int) or isinstance(num_features, bool) or num_features < 1:
             raise ValueError(
-                f'num_features={num_features!r}: {type(self).__name__} needs the number of channels, from 1 on.'
+                f'num_features={num_features!r}: {type(self).__name__} needs the number of channels, at least 1.'
             )
         check_values(type(self), dict(eps=eps))
         self.num_features = num_features
         self.eps = eps
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, lengths: Lengths | None = None) -> Tensor:
         if not x.is_floating_point():
             raise ValueError(
                 f'{type(self).__name__} normalises floating-point tokens, but got {x.dtype}. Convert them first, as in '
@@ -70,13 +76,23 @@ class TokenNorm(nn.Module):
         if x.dim() < self.FEWEST_DIMENSIONS or x.shape[-1] != self.num_features:
             raise ValueError(
                 f'This {type(self).__name__} takes {self.num_features} channels in the last dimension of '
-                f'{self.FEWEST_DIMENSIONS} or more, but got {" x ".join(map(str, x.shape))}. Turn B x C x H x W around '
+                f'{self.FEWEST_DIMENSIONS} or more, but got {" x ".join(map(str, x.shape))}. Permute B x C x H x W '
                 'first: x.permute(0, 2, 3, 1).'
             )
-        return self.normalise(x).to(x.dtype)
+        if lengths is None:
+            return self.normalise(x).to(x.dtype)
+        real = RealTokens(x, lengths)
+        return real.put_back(self.normalise_real(real.tokens, real.groups).to(x.dtype))
 
     def normalise(self, x: Tensor) -> Tensor:
         raise NotImplementedError
+
+    def normalise_real(self, tokens: Tensor, groups: Groups) -> Tensor:
+        """Normalises the real tokens of a batch, ``N x C``.
+
+        A norm of a token, or of the whole batch, does not need to know which sequence a token belongs to.
+        """
+        return self.normalise(tokens)
 
     def extra_repr(self) -> str:
         options = [p for p in inspect.signature(type(self)).parameters.values() if p.default is not p.empty]
@@ -85,7 +101,7 @@ class TokenNorm(nn.Module):
 
 
 def in_full_precision(x: Tensor) -> Tensor:
-    """Statistics cancel in half precision."""
+    """Converts half precision to float32, because statistics would lose their precision otherwise."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 

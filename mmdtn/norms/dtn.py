@@ -13,44 +13,50 @@ from torch import Tensor, nn
 from mmdtn.ops import Settings, Tensors, dtn, prepare
 
 from .base import check_values
+from .lengths import Lengths, RealTokens, for_each_length
 
 POSITIONS = ('learned', 'uniform', 'identity')
-POSITION_INITS = ('local', 'trunc_normal')
-MANY_PREFIX_TOKENS = 16  # no published model has as many; with more the grid is wrong, and a hint would mislead
+POSITION_INITS = ('local', 'line', 'trunc_normal')
+MANY_PREFIX_TOKENS = 16  # no published model has more, so a larger difference means that the grid is wrong
 
 
 @MODELS.register_module()
 class DTN(nn.Module):
-    r"""Normalises each token by a mix of its own statistics and those of its neighbourhood.
+    r"""Normalises each token with a mixture of its own statistics and those of its neighbourhood.
 
-    For head k with its slice x^k of the channels (Section 3 of the paper)::
+    ``x^k`` are the channels of head k. The layer computes (Section 3 of the paper)::
 
         y     = weight * (x^k - mu^k) / sqrt(var^k + eps) + bias
         mu^k  = lambda_mean^k * mean(x) + (1 - lambda_mean^k) * P^k x^k
         var^k = lambda_var^k * var(x) + (1 - lambda_var^k) * (P^k (x^k)^2 - (P^k x^k)^2)
         P^k   = softmax_j(a_1 (dx^2 + dy^2) + a_2 dx + a_3 dy)
 
-    ``mean(x)`` and ``var(x)`` are LayerNorm's. ``(dx, dy)`` leads from a token to its neighbour, in tokens or, with
-    pooling, in cells. The grid may have any size, and another one in each call.
+    ``mean(x)`` and ``var(x)`` are those of LayerNorm. ``(dx, dy)`` is the offset from a token to its neighbour, in
+    tokens or, with pooling, in cells. The grid may have any size, and its size may change from call to call.
 
     Args:
         num_features: Channels, C.
-        num_heads: Heads, K, each with lambdas and a neighbourhood of its own.
-        pool_size: Side of the cells of tokens that share the statistics of one neighbourhood.
-        eps: Added to the variance (and to the mean square of ``prenorm``).
-        affine: Learn ``weight`` and ``bias``.
-        prenorm: Divide each head's slice of each token by its root mean square first, as the published models do.
-        mean_lambda: A number fixes lambda_mean; None learns it from 1/2. 1 takes LayerNorm's mean.
-        var_lambda: The same for lambda_var.
-        position: ``'learned'`` coefficients of P, a ``'uniform'`` P, or the ``'identity'``.
-        position_init: Start of the learned coefficients: ``'local'`` (Eq. 7) or ``'trunc_normal'``.
-        unbiased: Divide LayerNorm's variance by C - 1, as the published code does.
-        pool_second_moment: False ignores the variance inside a cell, as the published code does.
+        num_heads: Number of heads, K. Each head has its own lambdas and its own neighbourhood.
+        pool_size: Side length of the cells. The tokens of a cell share the statistics of a neighbourhood.
+        eps: Added to the variance, and to the mean square of ``prenorm``.
+        affine: Whether to learn ``weight`` and ``bias``.
+        prenorm: Whether to divide each head of each token by its root mean square first, as the published models do.
+        mean_lambda: Fixed value of lambda_mean. 1 uses LayerNorm's mean. None learns lambda_mean, starting from 1/2.
+        var_lambda: Fixed value of lambda_var, or None to learn it.
+        position: ``'learned'`` learns the coefficients of P. ``'uniform'`` and ``'identity'`` fix P.
+        position_init: Initial coefficients of P. ``'local'`` follows Eq. 7. ``'line'`` puts the heads of Eq. 7 side by
+            side on a line, for sequences. ``'trunc_normal'`` is random.
+        unbiased: Whether to divide LayerNorm's variance by C - 1, as the published code does.
+        pool_second_moment: Whether to include the variance within a cell. The published code does not.
 
     Shapes:
-        ``B x H x W x C``, or ``B x (p + H W) x C`` with ``hw_shape=(H, W)`` and ``num_prefix_tokens=p``; the output has
-        the shape of the input. The first p tokens, a class token for one, have no place on the grid: they stay out of
-        P, and are normalised as if both lambdas were 1, which with ``prenorm=False`` is LayerNorm.
+        The input is ``B x H x W x C``, or ``B x (p + H W) x C`` with ``hw_shape=(H, W)`` and ``num_prefix_tokens=p``.
+        The output has the same shape. The first p tokens, such as a class token, have no position on the grid. P
+        ignores them, and they are normalised with both lambdas equal to 1. With ``prenorm=False`` that is LayerNorm.
+
+        With ``lengths`` the input is a padded batch of sequences ``B x T x C``, whose tokens lie on a line. The lengths
+        are the numbers of real tokens, which come before the padding. The padding affects neither outputs nor
+        gradients, and the output is 0 there.
 
     Example:
         >>> layer = DTN(64, num_heads=4, pool_size=2)
@@ -58,9 +64,11 @@ class DTN(nn.Module):
         torch.Size([2, 25, 42, 64])
         >>> layer(torch.randn(2, 1051, 64), hw_shape=(25, 42), num_prefix_tokens=1).shape
         torch.Size([2, 1051, 64])
+        >>> layer(torch.randn(2, 1051, 64), lengths=[1051, 600]).shape
+        torch.Size([2, 1051, 64])
     """
 
-    FROM_PLACE = ('num_heads', 'pool_size')
+    FROM_PLACE = ('num_heads', 'pool_size', 'position_init')
     NEEDS_GRID = True
 
     def __init__(
@@ -100,7 +108,7 @@ class DTN(nn.Module):
         )
         _check_arguments(num_features, **self.options)
         check_values(DTN, self.options)
-        self.eps = eps  # torch's own transformer layers ask their norms for it
+        self.eps = eps  # torch's own transformer layers read this attribute of their norms
         self.settings = Settings(pool_size, eps, prenorm, unbiased, pool_second_moment, position == 'identity')
         self.prefix_settings = self.settings._replace(pool_size=1, identity=True)
 
@@ -117,7 +125,7 @@ class DTN(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """LayerNorm's start for the affine part, lambda = 1/2, and the chosen start of P."""
+        """Initialises the affine part as LayerNorm does, the lambdas with 1/2, and P as ``position_init`` says."""
         if self.weight is not None and self.bias is not None:
             nn.init.ones_(self.weight)
             nn.init.zeros_(self.bias)
@@ -134,9 +142,9 @@ class DTN(nn.Module):
         return self
 
     def _check_kernels(self) -> None:
-        """Now, so that it does not happen inside of a training step."""
+        """Checks the GPU kernels now, so that the check does not run within a training step."""
         for parameter in self.parameters(recurse=False):
-            if type(parameter) is nn.Parameter:  # and not fake
+            if type(parameter) is nn.Parameter:  # but not a fake tensor
                 prepare(parameter.device)
 
     def forward(
@@ -145,25 +153,34 @@ class DTN(nn.Module):
         hw_shape: tuple[int, int] | None = None,
         num_prefix_tokens: int = 0,
         feeds_autocast: bool = False,
+        lengths: Lengths | None = None,
     ) -> Tensor:
-        """``feeds_autocast``: every consumer of the output is a layer that autocast runs in half precision.
+        """Normalises ``x``; see Shapes above.
 
-        Autocast would cast the output to half precision in front of such a layer, as in front of ``nn.Linear``. The
-        norm then returns half precision at once: the values are the same, and a pass over memory is saved.
+        ``feeds_autocast`` says that all layers after this norm run in half precision under autocast, as ``nn.Linear``
+        does. The norm then returns half precision directly. The values are the ones that autocast would cast the output
+        to, but this saves a pass over memory.
         """
-        _check_input(x, hw_shape, num_prefix_tokens, self.num_features)
+        _check_input(x, hw_shape, num_prefix_tokens, self.num_features, lengths is not None)
         dtype = _autocast_dtype(x) if feeds_autocast else None
-        # Statistics cancel in half precision: parameters, and with them the statistics, are in float32 at least.
+        # Statistics need at least float32. The dtype of the parameters determines the dtype of the statistics.
         like = x.new_empty(0, dtype=torch.promote_types(x.dtype, torch.float32))
         C, K = self.num_features, self.num_heads
-        t = Tensors(
-            x if x.dim() == 4 else x[:, num_prefix_tokens:].unflatten(1, hw_shape),
+        parameters = (
             like.new_ones(C) if self.weight is None else self.weight.to(like),
             like.new_zeros(C) if self.bias is None else self.bias.to(like),
             _lambda(self.mean_mix, self.mean_lambda, like, K),
             _lambda(self.var_mix, self.var_lambda, like, K),
             like.new_zeros(K, 3) if self.position is None else self.position.to(like),
         )
+        if lengths is not None:
+            real = RealTokens(x, lengths)
+
+            def on_a_line(sequences: Tensor) -> Tensor:
+                return dtn(Tensors(sequences[:, None], *parameters), self.settings, dtype)[:, 0]
+
+            return real.put_back(for_each_length(on_a_line, real.tokens, real.groups))
+        t = Tensors(x if x.dim() == 4 else x[:, num_prefix_tokens:].unflatten(1, hw_shape), *parameters)
         y = dtn(t, self.settings, dtype)
         if num_prefix_tokens == 0:
             return y.view(x.shape)
@@ -195,7 +212,7 @@ class DTN2d(DTN):
 
 
 def _autocast_dtype(x: Tensor) -> torch.dtype | None:
-    """What autocast casts ``x`` to in front of a linear layer; None where it does not."""
+    """Returns the dtype to which autocast casts the input ``x`` of a linear layer, or None if it does not cast."""
     device = x.device.type
     if x.dtype == torch.float64 or not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
         return None
@@ -205,32 +222,41 @@ def _autocast_dtype(x: Tensor) -> torch.dtype | None:
 def _lambda(mix: Tensor | None, fixed: float | None, like: Tensor, num_heads: int) -> Tensor:
     if mix is not None:
         return mix.to(like).sigmoid()
-    assert fixed is not None  # there is a mix where there is no fixed value
+    assert fixed is not None  # without a fixed value there is a mix
     return like.new_full((num_heads,), fixed)
 
 
 @torch.no_grad()
 def start_position(position: Tensor, init: str) -> None:
-    """The chosen start of the coefficients of ``dx^2 + dy^2``, ``dx`` and ``dy``, ``K x 3``."""
+    """Initialises the coefficients of ``dx^2 + dy^2``, ``dx`` and ``dy``, ``K x 3``."""
     trunc_normal_(position, std=0.02)
     if init == 'local':
         start = torch.tensor(local_start(len(position)))
         position[: len(start)] = start.to(position)
+    elif init == 'line':
+        position.copy_(torch.tensor(line_start(len(position))))
 
 
 def mix_of(share: float) -> float:
-    """What ``mean_mix`` and ``var_mix`` are for a lambda: 20 for 1, as float32 rounds the sigmoid of 20 to 1."""
+    """Returns the value of ``mean_mix`` or ``var_mix`` for a lambda. For 1 it is 20, whose sigmoid is 1 in float32."""
     if not isinstance(share, int | float) or isinstance(share, bool) or not 0 <= share <= 1:
-        raise ValueError(f'warm_start={share!r}: both lambdas start there, and need a number from 0 to 1, as 0.999.')
+        raise ValueError(
+            f'warm_start={share!r}: the initial value of both lambdas should be a number from 0 to 1, such as 0.999.'
+        )
     inside = min(max(share, 1e-9), 1 - 1e-9)
     return min(max(math.log(inside / (1 - inside)), -20.0), 20.0)
 
 
 def local_start(num_heads: int) -> list[list[float]]:
-    """Eq. 7 of the paper: as many heads as make a square each look at one place of a neighbourhood around the token."""
+    """Returns Eq. 7 of the paper: the largest square number of heads, each at one place around the token."""
     side = math.isqrt(num_heads)
     offsets = [i - (side - 1) / 2 for i in range(side)]
     return [[-1.0, 2 * dx, 2 * dy] for dx, dy in itertools.product(offsets, offsets)]
+
+
+def line_start(num_heads: int) -> list[list[float]]:
+    """Returns Eq. 7 of the paper on a line: each head looks at one of K neighbouring places, centred on the token."""
+    return [[-1.0, 2 * (k - (num_heads - 1) / 2), 0.0] for k in range(num_heads)]
 
 
 def _check_arguments(
@@ -246,23 +272,25 @@ def _check_arguments(
 ) -> None:
     for name, number in dict(num_features=num_features, num_heads=num_heads, pool_size=pool_size).items():
         if not isinstance(number, int) or isinstance(number, bool) or number < 1:
-            raise ValueError(f'{name}={number!r}: DTN needs a whole number from 1 on.')
+            raise ValueError(f'{name}={number!r}: DTN needs a whole number of at least 1.')
     if num_features % num_heads:
         fitting = [n for n in range(1, min(num_features, 32) + 1) if num_features % n == 0]
         raise ValueError(
-            f'num_heads={num_heads} does not divide num_features={num_features}; these do, up to 32: {fitting}.'
+            f'num_heads={num_heads} does not divide num_features={num_features}. Its divisors up to 32 are {fitting}.'
         )
     if unbiased and num_features == 1:
         raise ValueError('unbiased=True divides by num_features - 1, which is 0 for num_features=1.')
     for name, fixed in dict(mean_lambda=mean_lambda, var_lambda=var_lambda).items():
         if fixed is not None and not (isinstance(fixed, int | float) and 0 <= fixed <= 1):
-            raise ValueError(f'{name}={fixed!r}: a fixed lambda is a number from 0 to 1; None learns it.')
+            raise ValueError(f'{name}={fixed!r}: a fixed lambda should be a number from 0 to 1. None learns it.')
     for name, value, choices in (('position', position, POSITIONS), ('position_init', position_init, POSITION_INITS)):
         if value not in choices:
             raise ValueError(f'{name}={value!r}: choose one of {choices}.')
 
 
-def _check_input(x: Tensor, hw_shape: tuple[int, int] | None, num_prefix_tokens: int, channels: int) -> None:
+def _check_input(
+    x: Tensor, hw_shape: tuple[int, int] | None, num_prefix_tokens: int, channels: int, on_a_line: bool
+) -> None:
     if not x.is_floating_point():
         raise ValueError(
             f'DTN normalises floating-point tokens, but got {x.dtype}. Convert them first, as in x.float().'
@@ -273,25 +301,32 @@ def _check_input(x: Tensor, hw_shape: tuple[int, int] | None, num_prefix_tokens:
         hint = f' For B x {channels} x H x W, use DTN2d.' if x.dim() == 4 and x.shape[1] == channels else ''
         raise ValueError(f'This DTN normalises {channels} channels in the last dimension, but got {_shape(x)}.{hint}')
     if 0 in x.shape[1:]:
-        raise ValueError(f'DTN takes statistics of a grid, but there are no tokens in {_shape(x)}.')
+        raise ValueError(f'DTN needs at least one token, but got {_shape(x)}.')
+    if on_a_line:
+        if hw_shape is not None or num_prefix_tokens:
+            raise ValueError(
+                f'With lengths, tokens lie on a line. Do not pass hw_shape={hw_shape} and num_prefix_tokens='
+                f'{num_prefix_tokens} as well.'
+            )
+        return
     if x.dim() == 4:
         if hw_shape is not None and tuple(hw_shape) != tuple(x.shape[1:3]):
-            raise ValueError(f'hw_shape={tuple(hw_shape)} contradicts the grid of {_shape(x)}; leave it out.')
+            raise ValueError(f'hw_shape={tuple(hw_shape)} differs from the grid of {_shape(x)}. Leave it out.')
         if num_prefix_tokens:
             raise ValueError(
-                f'num_prefix_tokens={num_prefix_tokens} is for flat tokens B x T x {channels} with hw_shape, but got '
-                f'the map {_shape(x)}, in which every token has its place.'
+                f'num_prefix_tokens={num_prefix_tokens} is only for flat tokens B x T x {channels} with hw_shape, but '
+                f'got the map {_shape(x)}.'
             )
         return
     if hw_shape is None:
         raise ValueError(f'Flat tokens {_shape(x)} need their grid: layer(x, hw_shape=(height, width)).')
     if num_prefix_tokens < 0:
-        raise ValueError(f'num_prefix_tokens={num_prefix_tokens!r}: give a whole number from 0 on.')
+        raise ValueError(f'num_prefix_tokens={num_prefix_tokens!r} should be a whole number that is not negative.')
     height, width = hw_shape
     if num_prefix_tokens + height * width != x.shape[1]:
         hint, more = '', x.shape[1] - height * width
         if 0 < more <= MANY_PREFIX_TOKENS:
-            hint = f' With a class token or the like in front of the grid: num_prefix_tokens={more}.'
+            hint = f' If a class token or similar comes before the grid, pass num_prefix_tokens={more}.'
         raise ValueError(
             f'hw_shape={tuple(hw_shape)} has {height * width} tokens'
             f'{f", and there are {num_prefix_tokens} in front of them" if num_prefix_tokens else ""}, but got '

@@ -1,4 +1,4 @@
-"""Statistics of one image: instance and group normalisation of tokens."""
+"""Instance and group normalisation of tokens, which use the statistics of one image."""
 
 import torch
 import torch.nn.functional as F
@@ -6,11 +6,12 @@ from mmengine.registry import MODELS
 from torch import Tensor, nn
 
 from .base import TokenNorm, check_groups, check_more_than_one
+from .lengths import Groups, for_each_length
 
 
 @MODELS.register_module()
 class TokenIN(TokenNorm):
-    """InstanceNorm: each channel over the tokens of its image; ``norm_cfg=dict(type='IN')``.
+    """InstanceNorm over the tokens of an image. ``norm_cfg=dict(type='IN')`` selects it.
 
     ``unbiased`` divides the variance by T - 1, as the DTN authors' code does.
 
@@ -37,16 +38,21 @@ class TokenIN(TokenNorm):
             # With s = (T - 1) / T: var / s + eps = (var + s eps) / s.
             share = (T - 1) / T
             weight, eps = weight * share**0.5, eps * share
-        # As a batch norm of B C channels, which reads channels where they lie: F.instance_norm would transpose all.
-        # F.batch_norm refuses the single token of a small image.
+        # A batch norm of B C channels needs no transposed copy, unlike F.instance_norm. torch.batch_norm also accepts
+        # an image with a single token, unlike F.batch_norm.
         columns, cudnn = tokens.reshape(T, B * C), torch.backends.cudnn.enabled
         y = torch.batch_norm(columns, weight.repeat(B), bias.repeat(B), None, None, True, 0.0, eps, cudnn)
         return y.view(T, B, C).transpose(0, 1).contiguous().view(x.shape)
 
+    def normalise_real(self, tokens: Tensor, groups: Groups) -> Tensor:
+        return for_each_length(self.normalise, tokens, groups)
+
 
 @MODELS.register_module()
 class TokenGN(TokenNorm):
-    """GroupNorm: each group of channels over all tokens of its image; ``norm_cfg=dict(type='GN')``, groups are heads.
+    """GroupNorm over the tokens of an image, by default with a group for each head.
+
+    ``norm_cfg=dict(type='GN')`` selects it.
 
     Example:
         >>> TokenGN(64, num_groups=4)(torch.randn(2, 25, 42, 64)).shape
@@ -64,7 +70,10 @@ class TokenGN(TokenNorm):
         self.bias = nn.Parameter(torch.zeros(num_features))
 
     def normalise(self, x: Tensor) -> Tensor:
-        # A map, so that torch knows its channels to be last, and need not transpose it.
+        # As a map in channels-last format, the tokens need not be transposed.
         image = x.flatten(1, -2)[:, None].permute(0, 3, 1, 2)
         y = F.group_norm(image, self.num_groups, self.weight, self.bias, self.eps)
         return y.permute(0, 2, 3, 1).reshape(x.shape)
+
+    def normalise_real(self, tokens: Tensor, groups: Groups) -> Tensor:
+        return for_each_length(self.normalise, tokens, groups)

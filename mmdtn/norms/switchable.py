@@ -6,11 +6,12 @@ from torch import Tensor, nn
 
 from .base import check_more_than_one, in_full_precision
 from .batch_statistics import BatchStatisticsNorm, batch_mean
+from .lengths import Groups, by_length
 
 
 @MODELS.register_module()
 class SN(BatchStatisticsNorm):
-    r"""Normalises by a learned mix of the statistics of InstanceNorm, LayerNorm and BatchNorm::
+    r"""Mixes the statistics of InstanceNorm, LayerNorm and BatchNorm with learned weights::
 
         y   = weight * (x - mu) / sqrt(var + eps) + bias
         mu  = w1 mu_in + w2 mu_ln + w3 mu_bn       w = softmax(mean_weight)
@@ -19,13 +20,13 @@ class SN(BatchStatisticsNorm):
     Args:
         num_features: Channels, C.
         eps: Added to the variance.
-        momentum: Share of the new batch in the running statistics.
-        ln: Whose statistics LayerNorm's are: each ``'token'``'s, as in the DTN paper, or the whole ``'image'``'s, as in
-            SN's own code.
-        batch: False leaves out BatchNorm and its weights.
-        unbiased: Divide the variance of InstanceNorm by T - 1, and take the others but a token's from it, as SN's own
-            code does.
-        sync: In distributed training, take the batch of all processes.
+        momentum: Weight of the new batch in the running statistics.
+        ln: Statistics of LayerNorm. ``'token'`` uses those of each token, as in the DTN paper. ``'image'`` uses those
+            of the image, as in SN's own code.
+        batch: Whether to include the statistics of BatchNorm.
+        unbiased: Whether to divide the variance of InstanceNorm by T - 1. The variances of the image and of the batch
+            are derived from it, as in SN's own code.
+        sync: Whether to compute statistics over the batches of all processes in distributed training.
 
     Example:
         >>> SN(64)(torch.randn(2, 25, 42, 64)).shape
@@ -48,7 +49,7 @@ class SN(BatchStatisticsNorm):
     ) -> None:
         super().__init__(num_features, eps)
         if ln not in ('token', 'image'):
-            raise ValueError(f"ln={ln!r}: choose 'token', as the DTN paper's LayerNorm, or 'image', as SN's.")
+            raise ValueError(f"ln={ln!r}: choose 'token', as in the DTN paper, or 'image', as in SN's own code.")
         self.momentum, self.ln, self.batch, self.unbiased, self.sync = momentum, ln, batch, unbiased, sync
         self.weight = nn.Parameter(torch.ones(num_features))
         self.bias = nn.Parameter(torch.zeros(num_features))
@@ -59,31 +60,45 @@ class SN(BatchStatisticsNorm):
             self.register_buffer('running_var', torch.ones(num_features))
 
     def normalise(self, x: Tensor) -> Tensor:
-        tokens = in_full_precision(x).flatten(1, -2)
-        T = tokens.shape[1]
-        w, v = self.mean_weight.to(tokens).softmax(0), self.var_weight.to(tokens).softmax(0)
-
-        mean, var = _moments(tokens, 1)
-        if self.unbiased:
-            check_more_than_one(T)
-            var = var * (T / (T - 1))
-        ln_mean, ln_var = _moments(tokens, -1) if self.ln == 'token' else _pooled(mean, var, -1)
-        of_channels_mean, of_channels_var = w[0] * mean, v[0] * var
-        if self.batch:
-            bn_mean, bn_var = self._of_batch(mean, var, T)
-            of_channels_mean = of_channels_mean + w[2] * bn_mean
-            of_channels_var = of_channels_var + v[2] * bn_var
-        mu = of_channels_mean + w[1] * ln_mean
-        scale = (of_channels_var + self.eps + v[1] * ln_var).rsqrt()
-        y = torch.addcmul(self.bias.to(tokens), (tokens - mu) * scale, self.weight.to(tokens))
+        (y,) = self._normalise_parts([in_full_precision(x).flatten(1, -2)])
         return y.view(x.shape)
 
-    def _of_batch(self, mean: Tensor, var: Tensor, T: int) -> tuple[Tensor, Tensor]:
-        """From the statistics of images, ``B x 1 x C``."""
+    def normalise_real(self, tokens: Tensor, groups: Groups) -> Tensor:
+        parts = self._normalise_parts(by_length(in_full_precision(tokens), groups))
+        return torch.cat([part.flatten(0, 1) for part in parts])
+
+    def _normalise_parts(self, parts: list[Tensor]) -> list[Tensor]:
+        """Normalises a batch that is split into parts ``B x T x C``. Each part may have another T."""
+        moments = [_moments(tokens, 1) for tokens in parts]
+        if self.unbiased:
+            for tokens in parts:
+                check_more_than_one(tokens.shape[1])
+            moments = [(m, v * (t.shape[1] / (t.shape[1] - 1))) for (m, v), t in zip(moments, parts, strict=True)]
+        of_batch = self._of_batch(moments, [tokens.shape[1] for tokens in parts]) if self.batch else None
+        return [self._mix(*part, of_batch) for part in zip(parts, moments, strict=True)]
+
+    def _mix(self, tokens: Tensor, moments: tuple[Tensor, Tensor], of_batch: tuple[Tensor, Tensor] | None) -> Tensor:
+        w, v = self.mean_weight.to(tokens).softmax(0), self.var_weight.to(tokens).softmax(0)
+        mean, var = moments
+        ln_mean, ln_var = _moments(tokens, -1) if self.ln == 'token' else _pooled(mean, var, -1)
+        of_channels_mean, of_channels_var = w[0] * mean, v[0] * var
+        if of_batch is not None:
+            of_channels_mean = of_channels_mean + w[2] * of_batch[0]
+            of_channels_var = of_channels_var + v[2] * of_batch[1]
+        mu = of_channels_mean + w[1] * ln_mean
+        scale = (of_channels_var + self.eps + v[1] * ln_var).rsqrt()
+        return torch.addcmul(self.bias.to(tokens), (tokens - mu) * scale, self.weight.to(tokens))
+
+    def _of_batch(self, moments: list[tuple[Tensor, Tensor]], lengths: list[int]) -> tuple[Tensor, Tensor]:
+        """Returns the statistics of the batch, from the moments and the numbers of tokens of its images."""
         if not self.training:
-            return self.running_mean.to(mean), self.running_var.to(mean)
-        mu = batch_mean(T * mean.sum((0, 1)), T * len(mean), self.sync)
-        of_batch = mu, batch_mean(T * (var + (mean - mu).square()).sum((0, 1)), T * len(mean), self.sync)
+            like = moments[0][0]
+            return self.running_mean.to(like), self.running_var.to(like)
+        parts = [(mean, var, T) for (mean, var), T in zip(moments, lengths, strict=True)]
+        count = sum(T * len(mean) for mean, _, T in parts)
+        mu = batch_mean(torch.stack([T * mean.sum((0, 1)) for mean, _, T in parts]).sum(0), count, self.sync)
+        squares = [T * (var + (mean - mu).square()).sum((0, 1)) for mean, var, T in parts]
+        of_batch = mu, batch_mean(torch.stack(squares).sum(0), count, self.sync)
         with torch.no_grad():
             for running, new in zip((self.running_mean, self.running_var), of_batch, strict=True):
                 running.lerp_(new.to(running), self.momentum)
@@ -91,12 +106,12 @@ class SN(BatchStatisticsNorm):
 
 
 def _moments(x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
-    # Not torch.var_mean, which takes six times as long on CPUs. No gradient of a variance passes through the mean.
+    # torch.var_mean takes six times as long on CPUs. The mean is detached, as its gradient through a variance is zero.
     mean = x.mean(dim, keepdim=True)
     return mean, (x - mean.detach()).square().mean(dim, keepdim=True)
 
 
 def _pooled(mean: Tensor, var: Tensor, dim: int) -> tuple[Tensor, Tensor]:
-    """Mean and variance of all that has these means and variances, in equal parts."""
+    """Returns the mean and variance of the union of equally large sets with the given means and variances."""
     pooled = mean.mean(dim, keepdim=True)
     return pooled, (var + (mean - pooled).square()).mean(dim, keepdim=True)

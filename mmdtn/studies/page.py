@@ -73,8 +73,12 @@ def _training(study: Study, found: Records, title: str, metric: str) -> tuple[li
     early = _by_variant({key: after_a_third(curve) for key, curve in curves.items()})
     area = _by_variant({key: statistics.fmean(curve.values()) for key, curve in curves.items()})
     unit = '%' if metric.startswith('accuracy/') else 'x 100' if metric.startswith('coco/') else ''
-    header = [f'{title} {unit}'.strip(), 'seeds', 'at the end', f'less {study.baseline}', 'bootstrap', "Student's"]
-    header += ['after a third', f'less {study.baseline}', 'mean of all evaluations', f'less {study.baseline}']
+    less = f'less {study.baseline_name}'
+    header = [f'{title} {unit}'.strip(), 'seeds', 'at the end', less, 'bootstrap', "Student's"]
+    header += ['after a third', less, 'mean of all evaluations', less]
+    published = study.published if metric == next(iter(study.metrics.values())) else {}
+    if published:
+        header.append('the paper')
     rows = []
     for variant in final:
         pair, pair_early, pair_area = (_pair(study, values, variant) for values in (final, early, area))
@@ -90,6 +94,7 @@ def _training(study: Study, found: Records, title: str, metric: str) -> tuple[li
                 _difference(pair_early),
                 _mean(area[variant]),
                 _difference(pair_area),
+                *([str(published.get(variant, ''))] if published else []),
             ]
         )
     return header, rows
@@ -123,7 +128,7 @@ def _seeds(study: Study, found: Records) -> str:
     final = _by_variant({key: curve[max(curve)] for key, curve in curves.items()})
     compared = {variant: pair for variant in final if (pair := _pair(study, final, variant))}
     if not compared:
-        return f'No finished run can be compared with {study.baseline} yet.'
+        return f'No finished run can be compared with {study.baseline_name} yet.'
     pairs = {variant: pair for variant, pair in compared.items() if pair.seeds > 1}
     if not pairs:
         return f'One seed is not enough to estimate how much differences in {title} vary.'
@@ -132,10 +137,10 @@ def _seeds(study: Study, found: Records) -> str:
     low, high = std_interval(std, n)
     counts = [seeds_needed(each, POINT) or 'more than 10,000' for each in (std, low, high)]
     return (
-        f'Over {n} seeds, the difference in {title} between {variant} and {study.baseline} has a standard deviation of '
-        f'{std:.2f} points, with a 95% confidence interval of {low:.2f} to {high:.2f}. Detecting a difference of one '
-        f'point with a power of 80% takes {counts[0]} seeds per variant. At the two ends of the interval, it takes '
-        f'{counts[1]} and {counts[2]} seeds.'
+        f'Over {n} seeds, the difference in {title} between {variant} and {study.baseline_of(variant)} has a standard '
+        f'deviation of {std:.2f} points, with a 95% confidence interval of {low:.2f} to {high:.2f}. Detecting a '
+        f'difference of one point with a power of 80% takes {counts[0]} seeds per variant. At the two ends of the '
+        f'interval, it takes {counts[1]} and {counts[2]} seeds.'
     )
 
 
@@ -198,11 +203,12 @@ def _by_variant(values: dict[tuple[str, int], float]) -> Values:
 
 
 def _pair(study: Study, values: Values, variant: str) -> Comparison | None:
-    """Compares a variant with the baseline over the seeds that both have."""
-    both = sorted(values.get(variant, {}).keys() & values.get(study.baseline, {}).keys())
-    if variant == study.baseline or not both:
+    """Compares a variant with its baseline over the seeds that both have."""
+    baseline = study.baseline_of(variant)
+    if baseline is None:
         return None
-    return compare([values[variant][s] for s in both], [values[study.baseline][s] for s in both])
+    both = sorted(values.get(variant, {}).keys() & values.get(baseline, {}).keys())
+    return compare([values[variant][s] for s in both], [values[baseline][s] for s in both]) if both else None
 
 
 def _mean(values: dict[int, float]) -> str:

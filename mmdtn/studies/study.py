@@ -32,10 +32,11 @@ class Study:
         title: Heading of the study.
         config: Path of the config that all runs train.
         variants: Options that each variant changes in the config, by the variant's name.
-        baseline: Name of the variant that all others are compared with.
+        baseline: Name of the variant that all others are compared with, or a dict with a name for each variant.
         metrics: Names of metrics in the logs, by title. The number of seeds is computed for the first one.
         seeds: Seeds of the runs of each variant. Variants in ``few`` use only the first seed.
         few: Names of the variants that are run with one seed.
+        published: Results of a paper for the first metric, by variant.
         evaluations: Further measurements on each trained model, by name.
     """
 
@@ -45,13 +46,23 @@ class Study:
     config: str
     variants: dict[str, Options]
     metrics: dict[str, str]
-    baseline: str = 'LN'
+    baseline: str | dict[str, str] = 'LN'
     seeds: tuple[int, ...] = (0, 1, 2)
     few: tuple[str, ...] = ()
+    published: dict[str, float] = field(default_factory=dict)
     evaluations: dict[str, 'Evaluation'] = field(default_factory=dict)
 
     def seeds_of(self, variant: str) -> tuple[int, ...]:
         return self.seeds[:1] if variant in self.few else self.seeds
+
+    @property
+    def baseline_name(self) -> str:
+        return 'baseline' if isinstance(self.baseline, dict) else self.baseline
+
+    def baseline_of(self, variant: str) -> str | None:
+        """Returns the variant that ``variant`` is compared with, or None."""
+        baseline = self.baseline.get(variant) if isinstance(self.baseline, dict) else self.baseline
+        return None if baseline == variant else baseline
 
     def settings(self, variant: str, seed: int) -> dict[str, Any]:
         """Returns the changes that a run makes in the config."""
@@ -96,7 +107,9 @@ class Study:
                 raise UserError(
                     f'{file}: {evaluation.tool!r} cannot make an evaluation{nearest(evaluation.tool, TOOLS)}'
                 )
-        for key, name in (('baseline', study.baseline), *(('few', name) for name in study.few)):
+        baselines = study.baseline.items() if isinstance(study.baseline, dict) else [(study.baseline,)]
+        named = dict(baseline={name for names in baselines for name in names}, few=study.few, published=study.published)
+        for key, name in ((key, name) for key, names in named.items() for name in names):
             if name not in study.variants:
                 raise UserError(f'{file}: {key}={name!r} is not the name of a variant{nearest(name, study.variants)}')
         return study

@@ -20,7 +20,7 @@ BACKBONES = ['pvt', 'swin', 'vit', 't2t', 'levit']
 
 
 def test_a_norm_cfg_that_is_no_dict():
-    with pytest.raises(TypeError, match=r"norm_cfg=\"dict\(type='LN'\)\" is no dict .* norm_cfg\.type=DTN"):
+    with pytest.raises(TypeError, match=r"norm_cfg=\"dict\(type='LN'\)\" should be a dict .* norm_cfg\.type=DTN"):
         build_norm("dict(type='LN')", 8)
 
 

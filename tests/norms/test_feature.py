@@ -159,7 +159,7 @@ def test_tapers_from_layernorm():
     ((x, _),) = random_steps(1, SHAPE)
     for rho in (1, 0.75, 0.5, 0.25, 0, 0):
         if rho:
-            with pytest.raises(RuntimeError, match='FeatureNorm .* taper_iters=4'):
+            with pytest.raises(RuntimeError, match=r'FeatureNorm .* taper_iters=4'):
                 norm.as_affine()
         agree(norm.eval()(x), rho * ln(x) + (1 - rho) * alone.eval()(x))
         agree(norm.train()(x), rho * ln(x) + (1 - rho) * alone.train()(x))

@@ -256,6 +256,24 @@ def test_a_study_that_is_stopped_takes_its_trainings_along_and_goes_on_later(pla
     assert first.curves['accuracy/top1'][2] == second.curves['accuracy/top1'][2] and first.core_minutes is None
 
 
+def test_each_variant_may_have_a_baseline_of_its_own_and_a_published_figure(tmp_path):
+    (tmp_path / 'config.py').write_text("model = dict(norm='LN')\n")
+    variants = {f'{model} {norm}': {'model.norm': f'{model}{norm}'} for model in 'AB' for norm in ('LN', 'DTN')}
+    baseline = {variant: f'{variant[0]} LN' for variant in variants}
+    more = f"variants = {variants}\nbaseline = {baseline}\npublished = {{'B LN': 36.7, 'B DTN': 37.5}}\n"
+    study = Study.read(write_study(tmp_path / 'own.py', tmp_path / 'config.py', more))
+    assert [study.baseline_of(variant) for variant in variants] == [None, 'A LN', None, 'B LN']
+    finals = zip(variants, (50, 51, 30, 34), strict=True)
+    save(tmp_path, *(record(study, variant, 0, final) for variant, final in finals))
+    lines = write_results(study, tmp_path).splitlines()
+    rows = [[cell.strip() for cell in line.strip('|').split('|')] for line in lines]
+    found = {row[0]: (row[3], row[-1]) for row in rows if len(row) > 3}
+    assert found['top-1 %'] == ('less baseline', 'the paper')
+    assert found['A DTN'] == ('+1.0', '') and found['B DTN'] == ('+4.0', '37.5') and found['B LN'] == ('', '36.7')
+    with pytest.raises(UserError, match="published='C LN', where there is no variant"):
+        Study.read(write_study(tmp_path / 'wrong.py', more=more + "published = {'C LN': 1.0}\n"))
+
+
 STUDIES = sorted((REPO / 'configs' / 'studies').glob('*.py'))
 
 
@@ -265,7 +283,8 @@ def test_the_studies_of_this_package_and_their_page(file, tmp_path, monkeypatch)
     """The page is up to date with the records."""
     monkeypatch.chdir(REPO)
     study = Study.read(file)
-    assert study.baseline in study.variants and Path(study.config).exists()
+    assert {study.baseline_of(variant) for variant in study.variants} <= {None, *study.variants}
+    assert Path(study.config).exists()
     assert len({study.fingerprint(variant, 0) for variant in study.variants}) == len(study.variants)
     # By default mmengine logs metrics at the step of the epoch, so all metrics of a short run would be at step 0.
     cfg = Config.fromfile(study.config)

@@ -29,6 +29,7 @@ from mmdtn.checkpoints.fetch import local_copy
 from mmdtn.datasets import write_coco
 from mmdtn.datasets.corruption import BENCHMARK, SEVERITIES
 from mmdtn.evaluation import imagenet_folders
+from tools.dataset_converters import make_listops
 
 from ..checkpoints import published
 from ..pages import REPO, commands
@@ -74,14 +75,18 @@ def furnished(place):
     _cifar(place / 'data/cifar10/cifar-10-batches-py', batches, 'labels', 'batches.meta', 'label_names')
     _cifar(place / 'data/cifar100/cifar-100-python', ['train', 'test'], 'fine_labels', 'meta', 'fine_label_names')
     _published(place)
-    for config, epoch in (
-        ('pvt/pvt-t-dtn_8xb128_in1k', 300),
-        ('swin/swin-t-dtn_8xb128_in1k', 300),
-        ('pvt/retinanet_pvt-t-dtn_fpn_1x_coco', 12),
-        ('dvt/dvt-mini_4e_cifar10-folder', 4),
-        ('vit/vit-mini-bn_b128_cifar10', 300),
+    for folder in ('listops', 'listops-small'):
+        sizes = ['--min-length', '20', '--max-length', '64', '--train', '8', '--val', '4', '--test', '4']
+        make_listops.main([str(place / 'data' / folder), *sizes])
+    for config, checkpoint in (
+        ('pvt/pvt-t-dtn_8xb128_in1k', 'epoch_300'),
+        ('swin/swin-t-dtn_8xb128_in1k', 'epoch_300'),
+        ('pvt/retinanet_pvt-t-dtn_fpn_1x_coco', 'epoch_12'),
+        ('dvt/dvt-mini_4e_cifar10-folder', 'epoch_4'),
+        ('vit/vit-mini-bn_b128_cifar10', 'epoch_300'),
+        ('listops/transformer-dtn_b32-5k_listops', 'iter_5000'),
     ):
-        _untrained(place, config, epoch)
+        _untrained(place, config, checkpoint)
     write_detector(place / 'small.py', place / 'data' / 'few')
     for run, also in (('one', 'vit-mini_4e_cifar10-folder'), ('two', 'vit-mini-dtn_4e_cifar10-folder')):
         run_command(sys.executable, 'tools/train.py', 'small.py', '--work-dir', f'work_dirs/{run}', cwd=place)
@@ -144,14 +149,14 @@ def _cifar(root, batches, labels, meta, names):
     (root / meta).write_bytes(pickle.dumps({names: [f'class {i}' for i in range(100)]}))
 
 
-def _untrained(place, config, epoch):
+def _untrained(place, config, checkpoint):
     """Writes what the training shown before on the page would leave, without training."""
     cfg = Config.fromfile(REPO / 'configs' / f'{config}.py')
     cfg.model.get('backbone', cfg.model).init_cfg = None
     init_default_scope(cfg.default_scope)
     model = MODELS.build(cfg.model)
     model.init_weights()
-    target = place / 'work_dirs' / Path(config).name / f'epoch_{epoch}.pth'
+    target = place / 'work_dirs' / Path(config).name / f'{checkpoint}.pth'
     target.parent.mkdir(parents=True)
     torch.save(dict(state_dict=model.state_dict(), meta={}), target)
 
@@ -165,6 +170,10 @@ def here(line: str) -> str:
     line = re.sub(r'WORK_DIR\.\.\.', 'work_dirs/one work_dirs/two', line)
     line = line.replace('10.1.1.1', '127.0.0.1')
     line = line.replace('requirements/', f'{REPO}/requirements/')  # not a package of links
+    if 'configs/listops/' in line:  # with 32 sequences attention takes more memory than most machines have
+        few = ' '.join(f'{split}_dataloader.batch_size=2' for split in ('train', 'val', 'test'))
+        before, _, options = line.partition(' --cfg-options ')
+        line = f'{before} --cfg-options {few} {options}'.rstrip()
     if line.startswith('make test'):
         line = line.replace('make', 'make -n', 1)  # otherwise this test would run itself
     elif line.startswith('make demo'):

@@ -1,0 +1,2 @@
+_base_ = './bigbird-ln_b32-5k_listops.py'
+model = dict(depth=6, mlp=2048)

@@ -1,0 +1,2 @@
+_base_ = '../_base_/listops.py'
+model = dict(attention=dict(type='ReformerAttention'))

@@ -1,0 +1,47 @@
+"""Gathers the real tokens of padded sequences for a norm, and puts them back."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+Lengths = Sequence[int] | Tensor  # number of real tokens of each sequence, which come before the padding
+Groups = list[tuple[int, int]]  # for each length, the number of sequences that have it, and the length
+
+
+class RealTokens:
+    """Gathers the real tokens of ``x``, ``B x T x C``, as ``N x C``. Sequences of equal length are adjacent.
+
+    The CPU computes the indices from the lengths, so it need not wait for a GPU to know the number of tokens.
+    """
+
+    def __init__(self, x: Tensor, lengths: Lengths) -> None:
+        if x.dim() != 3:
+            raise ValueError(f'lengths are only for sequences B x T x C, but got {" x ".join(map(str, x.shape))}.')
+        self.shape = B, T, _ = x.shape
+        counts = torch.as_tensor(lengths).cpu()
+        if counts.shape != (B,) or counts.is_floating_point() or not bool(((counts > 0) & (counts <= T)).all()):
+            raise ValueError(f'lengths={lengths!r} should be {B} whole numbers from 1 to {T}, one for each sequence.')
+        order = counts.argsort(stable=True)
+        found, times = counts[order].unique_consecutive(return_counts=True)
+        self.groups: Groups = list(zip(times.tolist(), found.tolist(), strict=True))
+        place = torch.arange(T)
+        places = order[:, None] * T + place
+        self.index = places[place < counts[order, None]].to(x.device, non_blocking=True)
+        self.tokens = x.flatten(0, 1).index_select(0, self.index)
+
+    def put_back(self, tokens: Tensor) -> Tensor:
+        """Returns ``N x C`` as ``B x T x C``, with zeros for the padding."""
+        B, T, C = self.shape
+        return tokens.new_zeros(B * T, C).index_copy(0, self.index, tokens).view(B, T, C)
+
+
+def by_length(tokens: Tensor, groups: Groups) -> list[Tensor]:
+    """Splits ``N x C`` into a tensor ``k x n x C`` for each length n and the k sequences of this length."""
+    parts = tokens.split([k * n for k, n in groups])
+    return [part.unflatten(0, group) for part, group in zip(parts, groups, strict=True)]
+
+
+def for_each_length(normalise: Callable[[Tensor], Tensor], tokens: Tensor, groups: Groups) -> Tensor:
+    """Applies ``normalise`` to the ``k x n x C`` of each length, and returns ``N x C``."""
+    return torch.cat([normalise(part).flatten(0, 1) for part in by_length(tokens, groups)])

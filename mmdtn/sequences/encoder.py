@@ -1,0 +1,179 @@
+"""A pre-norm transformer that classifies padded sequences of tokens, with the settings of Long-Range Arena."""
+
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from mmengine.model import BaseDataPreprocessor, BaseModel
+from mmengine.registry import MODELS
+from mmengine.structures import BaseDataElement
+from torch import Tensor, nn
+
+from mmdtn.norms import LayerNorm, Place, build_norm
+from mmdtn.norms.lengths import Lengths
+
+from .listops import DIGITS, PADDING, VOCABULARY_SIZE
+
+
+@MODELS.register_module()
+class SequencePreprocessor(BaseDataPreprocessor):
+    """Pads the ``tokens`` of a batch to ``max_length``, and counts the real ones as ``lengths``."""
+
+    def __init__(self, max_length: int) -> None:
+        super().__init__()
+        self.max_length = max_length
+
+    def forward(self, data: Mapping[str, Sequence[Any]], training: bool = False) -> dict[str, Any]:
+        lengths = [len(tokens) for tokens in data['tokens']]
+        if max(lengths) > self.max_length:
+            raise ValueError(f'a sequence has {max(lengths)} tokens, but max_length={self.max_length}.')
+        tokens = torch.full((len(lengths), self.max_length), PADDING)
+        for row, sequence, length in zip(tokens, data['tokens'], lengths, strict=True):
+            row[:length] = torch.as_tensor(sequence)
+        batch = dict(tokens=tokens.to(self.device), lengths=lengths)  # lengths stay on the CPU, which reads them
+        if 'gt_label' in data:
+            batch['gt_label'] = torch.as_tensor(data['gt_label']).to(self.device)
+        return batch
+
+
+@MODELS.register_module()
+class SequenceClassifier(BaseModel):
+    """Embeds tokens, puts a class token in front, runs the layers, and classifies the class token.
+
+    Args:
+        attention: Settings of the attention, with type ``'FullAttention'``, ``'BigBirdAttention'`` or
+            ``'ReformerAttention'``.
+        norm_cfg: Settings of the norms in the layers. The last norm is LayerNorm.
+        max_length: Largest number of tokens in a sequence, without the class token.
+        vocabulary_size: Number of embeddings, including those of padding and of unknown tokens.
+        num_classes: Number of outputs.
+        width: Number of channels.
+        depth: Number of layers.
+        num_heads: Number of heads of the attention and of DTN, and of groups of GN.
+        mlp: Number of hidden channels in each MLP and in the classifier.
+        dropout: Dropout rate of the embedding, of the output of the attention, and of both layers of each MLP.
+        pool_size: Number of tokens in a cell of DTN.
+        eps: The eps of all norms. A ``norm_cfg`` with its own takes precedence.
+        masked: False lets the statistics of the norms see the padding.
+    """
+
+    positions: Tensor
+
+    def __init__(
+        self,
+        attention: dict[str, Any],
+        norm_cfg: dict[str, Any],
+        max_length: int = 2000,
+        vocabulary_size: int = VOCABULARY_SIZE,
+        num_classes: int = len(DIGITS),
+        width: int = 512,
+        depth: int = 4,
+        num_heads: int = 8,
+        mlp: int = 1024,
+        dropout: float = 0.1,
+        pool_size: int = 1,
+        eps: float = 1e-6,
+        masked: bool = True,
+        data_preprocessor: dict[str, Any] | None = None,
+        init_cfg: dict[str, Any] | None = None,
+    ) -> None:
+        preprocessor = dict(type='SequencePreprocessor', max_length=max_length)
+        super().__init__(data_preprocessor or preprocessor, init_cfg)
+        self.max_length, self.masked = max_length, masked
+        place = Place(num_heads, pool_size, eps, position_init='line')
+        tokens = max_length + 1
+
+        self.embedding = nn.Embedding(vocabulary_size, width)
+        self.class_token = nn.Parameter(torch.zeros(width))
+        self.register_buffer('positions', sinusoids(tokens, width), persistent=False)
+        self.dropout = nn.Dropout(dropout)
+        self.layers = nn.ModuleList(
+            EncoderLayer(
+                attention=dict(attention, channels=width, num_heads=num_heads, max_tokens=tokens, layer=i),
+                norms=[build_norm({'eps': eps} | norm_cfg, width, place) for _ in range(2)],
+                width=width,
+                mlp=mlp,
+                dropout=dropout,
+            )
+            for i in range(depth)
+        )
+        self.norm = LayerNorm(width, eps=eps)
+        self.head = nn.Sequential(nn.Linear(width, mlp), nn.ReLU(), nn.Linear(mlp, num_classes))
+        self.apply(_init)
+
+    def forward(
+        self, tokens: Tensor, lengths: Lengths, gt_label: Tensor | None = None, mode: str = 'tensor'
+    ) -> Tensor | dict[str, Tensor] | list[BaseDataElement]:
+        """Takes ``tokens``, ``B x T`` with T up to ``max_length``, and ``lengths``, how many of them are real.
+
+        Returns scores ``B x classes``, with ``mode='loss'`` the loss, with ``'predict'`` a result for each sequence.
+        """
+        scores = self.classify(tokens, lengths)
+        if mode == 'tensor':
+            return scores
+        if mode == 'loss':
+            assert gt_label is not None
+            return dict(loss=F.cross_entropy(scores, gt_label))
+        shares = scores.softmax(-1)
+        results = [BaseDataElement(pred_score=share, pred_label=share.argmax(-1, keepdim=True)) for share in shares]
+        if gt_label is not None:
+            for result, label in zip(results, gt_label, strict=True):
+                result.gt_label = label[None]
+        return results
+
+    def classify(self, tokens: Tensor, lengths: Lengths) -> Tensor:
+        if tokens.shape[1] > self.max_length:
+            raise ValueError(f'got sequences of {tokens.shape[1]} tokens, but max_length={self.max_length}.')
+        lengths = torch.as_tensor(lengths).cpu() + 1  # with the class token
+        x = torch.cat((self.class_token.expand(len(tokens), 1, -1), self.embedding(tokens)), 1)
+        x = self.dropout(x + self.positions[: x.shape[1]])
+        real = (torch.arange(x.shape[1]) < lengths[:, None]).to(x.device, non_blocking=True)
+        seen = lengths if self.masked else torch.full_like(lengths, x.shape[1])
+        for layer in self.layers:
+            x = layer(x, real, seen)
+        return self.head(self.norm(x[:, 0]))
+
+
+class EncoderLayer(nn.Module):
+    """``x + dropout(attention(norm(x)))``, then ``x + mlp(norm(x))``."""
+
+    def __init__(
+        self, attention: dict[str, Any], norms: Sequence[nn.Module], width: int, mlp: int, dropout: float
+    ) -> None:
+        super().__init__()
+        for norm in norms:
+            if 'lengths' not in inspect.signature(norm.forward).parameters:
+                raise ValueError(
+                    f'{type(norm).__name__} cannot normalise padded sequences, as its forward has no argument lengths. '
+                    "Choose 'DTN', 'LN' or another norm of mmdtn."
+                )
+        self.norm1, self.norm2 = norms
+        self.attention = MODELS.build(attention)
+        self.dropout = nn.Dropout(dropout)
+        self.mlp = nn.Sequential(
+            nn.Linear(width, mlp),
+            nn.GELU(approximate='tanh'),
+            nn.Dropout(dropout),
+            nn.Linear(mlp, width),
+            nn.Dropout(dropout),
+        )
+
+    def forward(self, x: Tensor, real: Tensor, lengths: Lengths) -> Tensor:
+        x = x + self.dropout(self.attention(self.norm1(x, lengths=lengths), real))
+        return x + self.mlp(self.norm2(x, lengths=lengths))
+
+
+def sinusoids(places: int, channels: int) -> Tensor:
+    """Returns fixed position embeddings, ``places x channels``, with sines in even and cosines in odd channels."""
+    frequency = 10_000.0 ** (-torch.arange(0, channels, 2, dtype=torch.float64) / channels)
+    angle = torch.arange(places)[:, None] * frequency
+    return torch.stack((angle.sin(), angle.cos()), -1).flatten(1)[:, :channels].float()
+
+
+def _init(module: nn.Module) -> None:
+    if isinstance(module, nn.Linear):
+        nn.init.xavier_uniform_(module.weight)
+        if module.bias is not None:
+            nn.init.zeros_(module.bias)
