@@ -117,7 +117,8 @@ def _norm_cfgs(norm: str, state: State, alike: Sequence[dict[str, Any]]) -> Sequ
     if kind == 'layer':
         return alike
     told = {name: value for name, value in NORMS[kind].items() if name != 'warmup_iters'}  # which training alone needs
-    return [dict(told, eps=1e-5) | (dict(prenorm=True) if told['type'] == 'DTN' else {})]
+    defaults = dict(prenorm=True, mean_lambda=None) if told['type'] == 'DTN' else {}
+    return [dict(defaults | told, eps=1e-5)]
 
 
 def _norms_of_vit(norm: str, state: State) -> Sequence[dict[str, Any]]:

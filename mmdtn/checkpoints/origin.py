@@ -62,8 +62,11 @@ def check_origin(settings: Mapping[str, Any], backbone: nn.Module, resize: bool 
     kind = said.pop('type', None)
     if MODELS.get(kind if isinstance(kind, str) else '') is not type(backbone):
         return False  # of another package, whose format tells
-    with torch.device('meta'):  # without memory
-        origin = type(backbone)(**said | dict(init_cfg=None))
+    try:
+        with torch.device('meta'):  # without memory
+            origin = type(backbone)(**said | dict(init_cfg=None))
+    except TypeError:  # an argument of another version
+        return False
     differences = []
     before, after = (getattr(model, 'cls_from', None) for model in (origin, backbone))
     if None not in (before, after) and before != after:
@@ -98,10 +101,10 @@ def _different_norms(name: str, other: nn.Module | None, module: nn.Module) -> l
     if isinstance(module, DTN) and isinstance(other, DTN):
         before, after = (m.settings._replace(eps=0) for m in (other, module))
         if before != after:
-            differences.append(f'{name} is DTN({other.extra_repr()}), not DTN({module.extra_repr()})')
+            differences.append(f'{name} is {in_one_line(other)}, not {in_one_line(module)}')
     if isinstance(other, TokenNorm) and not isinstance(module, nn.Identity):  # Identity is what fusing leaves
         same = type(other) is type(module) and _in_evaluation(other) == _in_evaluation(module)
-        differences += [] if same else [f'{name} is {other}, not {module}']
+        differences += [] if same else [f'{name} is {in_one_line(other)}, not {in_one_line(module)}']
     return differences
 
 
@@ -109,3 +112,8 @@ def _in_evaluation(norm: nn.Module) -> dict[str, Any]:
     """The arguments by which a norm computes in evaluation."""
     names = inspect.signature(type(norm)).parameters.keys() - OF_TRAINING
     return {name: getattr(norm, name) for name in names}
+
+
+def in_one_line(norm: nn.Module) -> str:
+    """The class and the unusual arguments of a norm, without its parts."""
+    return f'{type(norm).__name__}({norm.extra_repr()})'

@@ -29,8 +29,7 @@ def from_t2t(state: State) -> State:
     for key, value in state.items():
         if key == 'cls_token':
             table = state.get('pos_embed', sines(1, value.shape[-1])[None])
-            precise = torch.promote_types(value.dtype, torch.float32)
-            out[key] = (value.to(precise) + table[:, :1].to(precise))[:, None]
+            out[key] = (value.double() + table[:, :1].double())[:, None]  # rounded once, to the dtype of the target
         elif key == 'pos_embed':
             side = _side(value)
             out[key] = value[:, 1:].reshape(1, side, side, -1)

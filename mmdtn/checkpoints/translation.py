@@ -16,7 +16,7 @@ from mmdtn.norms.dtn import mix_of
 
 from .format import State
 from .formats import FORMATS, recognise
-from .origin import check_origin
+from .origin import check_origin, in_one_line
 
 # Ends of a backbone that classification and detection do not share; all else has to fit.
 ENDS = r'cls_token|cls_pos|norm[0-3]?\.(weight|bias)'
@@ -84,11 +84,12 @@ def translate(
         report.kept += sorted(kept)
     _check_norms(ours, backbone, name, warm_start)
     ours = _fit(ours, target, report, resize)
-    _check_function(ours, backbone, name, warm_start, configured=settings is not None)
+    _check_heads(ours, backbone, name, configured=settings is not None)
     report.note = FORMATS[name].note(ours)
     known = settings is not None and check_origin(settings, backbone, resize)
     if not known and (why_not := FORMATS[name].check(backbone)):
         raise ValueError(f'{name} files {why_not}')
+    _check_warm_start(backbone, warm_start)
     report.used += len(ours)
     filled = _fill(ours, target, report, backbone, warm_start)
     _check_eps(ours, theirs, backbone, name)
@@ -108,6 +109,8 @@ def split(state: State) -> tuple[State, State]:
     if any(key.startswith('backbone.') for key in state):
         theirs = {key.removeprefix('backbone.'): value for key, value in state.items() if key.startswith('backbone.')}
         return theirs, {key: value for key, value in state.items() if not key.startswith('backbone.')}
+    # The DTN authors' plain ViT calls its head otherwise.
+    state = {key.replace('mlp_head.1.', 'head.'): value for key, value in state.items()}
     theirs = {key: value for key, value in state.items() if not key.startswith(('head.', 'head_dist.'))}
     return theirs, {key: value for key, value in state.items() if key not in theirs}
 
@@ -176,8 +179,8 @@ def _resize(key: str, value: Tensor, want: Tensor) -> Tensor | None:
     return None
 
 
-def _check_function(ours: State, backbone: nn.Module, name: str, warm_start: float | None, configured: bool) -> None:
-    """That the model computes with these tensors what the file's model did: what no shape tells."""
+def _check_heads(ours: State, backbone: nn.Module, name: str, configured: bool) -> None:
+    """Raises ValueError if an attention has another number of heads than in the file, which no shape tells."""
     for key in ours:
         if not re.search(r'\.attn\.(q|qkv)\.weight$', key) or (FORMATS[name].is_own and configured):
             continue
@@ -195,7 +198,6 @@ def _check_function(ours: State, backbone: nn.Module, name: str, warm_start: flo
                 f'{attention} has {" or ".join(map(str, possible))} heads in {name} files, but {given} in the target: '
                 f'choose an arch with the heads of the file, as arch=dict(base=..., {example}.{note}'
             )
-    _check_warm_start(backbone, warm_start)
 
 
 def _check_norms(ours: State, backbone: nn.Module, name: str, warm_start: float | None) -> None:
@@ -209,9 +211,9 @@ def _check_norms(ours: State, backbone: nn.Module, name: str, warm_start: float 
             )
             groups = '; groups are the heads of the attention' if hasattr(modules[norm], 'num_groups') else ''
             raise ValueError(
-                f'{norm} is {cfgs} in this {name} file{groups}, but {modules[norm]} in the target, which would compute '
-                'something else. Give the norm of the file in norm_cfg or other_norm_cfg, whichever this norm is '
-                'built from.'
+                f'{norm} is {cfgs} in this {name} file{groups}, but {in_one_line(modules[norm])} in the target, which '
+                'would compute something else. Give the norm of the file in norm_cfg or other_norm_cfg, whichever '
+                'this norm is built from.'
             )
 
 

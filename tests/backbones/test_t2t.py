@@ -76,6 +76,16 @@ def test_layernorm_mode_has_mmpretrains_gradients():
         torch.testing.assert_close(grad / want.abs().max(), want / want.abs().max(), rtol=1e-5, atol=1e-5, msg=name)
 
 
+@pytest.mark.parametrize(('arch', 'inside'), [('14-wide', 2), ('7', 5), ('10', 8), ('12', 10), ('t-14', 10)])
+def test_a_class_token_behind_dtn_has_two_blocks_at_least(arch, inside):
+    with torch.device('meta'):
+        model = T2TViTDTN(arch)
+        maps = T2TViTDTN(arch, out_type='featmap')
+    assert model.cls_from == inside
+    assert [isinstance(block.norm1, DTN) for block in model.blocks] == [i < inside for i in range(model.depth)]
+    assert sum(isinstance(block.norm1, DTN) for block in maps.blocks) == min(10, model.depth)
+
+
 @pytest.mark.parametrize(('arch', 'published'), [('t-14', 21_465_422), ('t-19', 39_084_686), ('t-24', 64_000_590)])
 def test_parameter_counts_are_the_published_ones(arch, published):
     fields = {name: ARCHS[arch][name] for name in ('width', 'depth', 'num_heads')}

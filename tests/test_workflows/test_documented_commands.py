@@ -31,6 +31,7 @@ from mmdtn.datasets.corruption import BENCHMARK, SEVERITIES
 from mmdtn.evaluation import imagenet_folders
 
 from ..checkpoints import published
+from ..checkpoints.files import vit as vit_of_dtns_authors
 from ..pages import REPO, commands
 from ..training import run_command, write_detector
 
@@ -51,10 +52,11 @@ def cases():
 def place(tmp_path_factory):
     """A repository of links, with data, weights and finished runs beside."""
     folder = tmp_path_factory.mktemp('newcomer')
-    for name in ('configs', 'tools', 'requirements', 'mmdtn', 'Makefile', 'setup.py'):
+    for name in ('configs', 'tools', 'requirements', 'mmdtn', 'tests', 'Makefile', 'setup.py'):
         (folder / name).symlink_to(REPO / name)
     for name, make in dict(pvt_tiny=published.pvt, levit_128s=published.levit, t2t_vit_t_14=published.t2t).items():
         torch.save(make().file, folder / f'{name}.pth')
+    torch.save(vit_of_dtns_authors(384), folder / 'vit_norm_s.pth')
     return folder
 
 

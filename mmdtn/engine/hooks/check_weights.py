@@ -7,6 +7,9 @@ from mmengine.runner import Runner
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from mmdtn.backbones.base import Backbone
+from mmdtn.checkpoints import backbone_settings
+from mmdtn.checkpoints.origin import check_origin
 from mmdtn.errors import UserError
 from mmdtn.norms import start_new_task
 
@@ -18,7 +21,8 @@ OF_DTN = ('mean_mix', 'var_mix', 'position')
 class CheckWeightsHook(Hook):
     """Refuses a checkpoint that lacks parameters of the model, or has them in other shapes, or those of other norms.
 
-    mmengine takes what fits and leaves a warning in the log; the numbers that follow look like a bad model's.
+    mmengine takes what fits and leaves a warning in the log; the numbers that follow look like a bad model's. A
+    checkpoint with a config also has to come from a backbone with the same eps, heads and class token.
     """
 
     priority = 'VERY_HIGH'
@@ -28,9 +32,17 @@ class CheckWeightsHook(Hook):
         model = runner.model
         if is_model_wrapper(model) and not isinstance(model, DistributedDataParallel):
             return  # its parameters are in parts
+        model = getattr(model, 'module', model)  # of DDP, and of test-time augmentation
         state = checkpoint.get('state_dict', checkpoint)
         found = {key.removeprefix('module.'): value for key, value in state.items()}
-        if wrong := self.misfits(getattr(model, 'module', model), found):  # of DDP, and of test-time augmentation
+        wrong = self.misfits(model, found)
+        settings = backbone_settings(checkpoint)
+        if not wrong and settings is not None and isinstance(backbone := getattr(model, 'backbone', model), Backbone):
+            try:
+                check_origin(settings, backbone)
+            except ValueError as error:
+                wrong = [str(error)]
+        if wrong:
             more = f'; and {len(wrong) - NAMED} more' if len(wrong) > NAMED else ''
             raise UserError(
                 f'{runner.cfg.get("load_from")} is not a checkpoint of the model of {runner.cfg.filename}: '
