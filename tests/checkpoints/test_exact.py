@@ -257,3 +257,17 @@ def test_float16_files_add_positions_to_the_class_token_in_full_precision():
     state['cls_token'] += 1  # more digits than half precision has for the sum
     ours, _ = checkpoints.translate(state, ViTDTN('t', norm_cfg=LN))
     assert torch.equal(ours['cls_token'][:, 0], state['cls_token'].float() + state['pos_embed'][:, :1].float())
+
+
+def test_files_of_t2t_vits_transfer_learning_are_read(tmp_path):
+    state = files.t2t(kind='un')
+    torch.save(
+        dict(net={f'module.{key}': value for key, value in state.items()}, acc=98.3, epoch=3), tmp_path / 'a.pth'
+    )
+    norm_cfg = dict(type='UN')
+    ours, _ = checkpoints.translate(
+        checkpoints.read(tmp_path / 'a.pth'), T2TViTDTN('7', norm_cfg=norm_cfg, other_norm_cfg=norm_cfg)
+    )
+    for part, theirs in dict(squares='buffer_x2', grads='buffer_gz', psi='ema_gz', phi='running_var').items():
+        assert torch.equal(ours[f'blocks.3.norm2.{part}'], state[f'blocks.3.norm2.{theirs}'])
+    assert (ours['norm.count'], ours['norm.skipped']) == (5000, 3)
