@@ -10,7 +10,7 @@ import tempfile
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import redirect_stdout
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from io import StringIO
 from pathlib import Path
@@ -144,6 +144,12 @@ def authors_pvt(size: str, kind: str, training: dict[str, Any] | None = None) ->
     return Case(name, state, compute, to, says, training=training, large=size != 'tiny')
 
 
+def mmpretrains_vit(size: str) -> Case:
+    case = timms_vit(size)
+    names = partial(files.mmpretrains, blocks='layers', norm='ln1')
+    return replace(case, name=f'MMPretrain, DeiT-{size.upper()}', published=names)
+
+
 def timms_vit(size: str, **options: Any) -> Case:
     width, heads = VITS[size]
     compute = partial(arithmetic.vit, heads=heads, eps=1e-6)
@@ -210,7 +216,13 @@ def levits() -> Iterator[Case]:
     for size, (widths, key_width, heads, depths) in LEVITS.items():
         state = partial(files.levit, widths, key_width, heads, depths)
         compute = partial(arithmetic.levit, key_width=key_width, heads=heads, depths=depths)
-        yield Case(f'authors, LeViT-{size}', state, compute, (size,), large=size != '128s')
+        for whose, names in (
+            ('authors', lambda state, depths: state),
+            ('timm', files.timms_levit),
+            ('MMPretrain', files.mmpretrains_levit),
+        ):
+            published, large = partial(names, depths=depths), size != '128s'
+            yield Case(f'{whose}, LeViT-{size}', state, compute, (size,), published=published, large=large)
 
 
 T2TS = {
@@ -234,6 +246,10 @@ def t2ts() -> Iterator[Case]:
         state = partial(files.t2t, width, depth, ratio, performer=not size.startswith('t-'))
         compute = partial(arithmetic.t2t, heads=heads)
         yield Case(f'authors, T2T-ViT-{size}', state, compute, (size,), large=size not in ('7', '14-resnext'))
+        if size.startswith('t-'):  # MMPretrain has no performers
+            names = partial(files.mmpretrains, blocks='encoder', norm='norm')
+            large = size != 't-14'
+            yield Case(f'MMPretrain, T2T-ViT-{size}', state, compute, (size,), published=names, large=large)
     small = partial(arithmetic.t2t, heads=4)
     for name, table, side, says in (
         ('sines at 288 px', files.sines(325, 256), 288, "'img_size': 288"),
@@ -263,6 +279,7 @@ CASES = [
     *(authors_pvt(size, kind.replace('dtn', 'dtn_pool')) for kind in KINDS[:-1] for size in PVTS),
     authors_pvt('tiny', 'gnorm', dict(model='pvt_tiny_norm', norm_type='gnorm')),
     *map(timms_vit, ('t', 's', 'b')),
+    *map(mmpretrains_vit, ('t', 's', 'b')),
     *(timms_vit('t', patch=8, side=14), timms_vit('t', side=24)),
     *pvts(),
     *swins(),

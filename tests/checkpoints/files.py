@@ -98,6 +98,24 @@ def vit(
     return dict(state)
 
 
+def mmpretrains(state: State, blocks: str, norm: str) -> State:
+    """MMPretrain's names of ViT and T2T-ViT, which differ in ``blocks`` and in the last ``norm``."""
+    out = {}
+    for key, value in state.items():
+        for theirs, ours in {
+            r'^blocks\.': f'{blocks}.',
+            r'^norm\.': f'{norm}.',
+            r'^patch_embed\.proj\.': 'patch_embed.projection.',
+            r'\.norm([12])\.': r'.ln\1.',
+            r'\.mlp\.fc1\.': '.ffn.layers.0.0.',
+            r'\.mlp\.fc2\.': '.ffn.layers.1.',
+            r'^head\.': 'head.layers.head.',
+        }.items():
+            key = re.sub(theirs, ours, key)
+        out[key if key.startswith('head.') else f'backbone.{key}'] = value
+    return out
+
+
 def plain_vit(width: int, kind: str = 'layer') -> State:
     """The other ViT of the DTN authors; ``kind`` is the norm in front of attention."""
     state = Weights()
@@ -297,6 +315,52 @@ def levit(widths: Sequence[int], key_width: int, heads: Sequence[int], depths: S
         state.running(f'{head}.bn', widths[-1])
         state.layer(f'{head}.l', 10, widths[-1])
     return dict(state)
+
+
+def of_sub_block(key: str, depths: Sequence[int]) -> tuple[int, int, str]:
+    """The stage of a LeViT's sub-block, its number there, and the rest of the key."""
+    number, rest = int(key.split('.')[1]), key.split('.', 2)[2].removeprefix('m.')
+    for stage, depth in enumerate(depths):
+        count = 2 * depth + 2 * (stage > 0)
+        if number < count:
+            return stage, number, rest
+        number -= count
+    raise ValueError(key)
+
+
+def timms_levit(state: State, depths: Sequence[int]) -> State:
+    out = {}
+    for key, value in state.items():
+        name = key.replace('.c.', '.linear.').replace('.l.', '.linear.')
+        if name.startswith('patch_embed.'):
+            name = re.sub(r'^patch_embed\.(\d)', lambda m: f'stem.conv{int(m[1]) // 2 + 1}', name)
+        elif name.startswith('blocks.'):
+            stage, number, rest = of_sub_block(name, depths)
+            rest = re.sub(r'^(q|proj)\.1\.', r'\1.ln.', rest)
+            rest = re.sub(r'^([02])\.', lambda m: f'ln{int(m[1]) // 2 + 1}.', rest)
+            down = stage > 0 and number < 2
+            place = 'downsample' if down else f'blocks.{number // 2 - (stage > 0)}'
+            part = 'mlp' if number % 2 else 'attn_downsample' if down else 'attn'
+            name = f'stages.{stage}.{place}.{part}.{rest}'
+        out[name] = value
+    return out
+
+
+def mmpretrains_levit(state: State, depths: Sequence[int]) -> State:
+    out = {}
+    for key, value in state.items():
+        name = key.replace('.c.', '.linear.').replace('.l.', '.linear.')
+        if name.startswith('patch_embed.'):
+            name = f'backbone.patch_embed.{name.replace(".linear.", ".conv.")}'
+        elif name.startswith('blocks.'):
+            stage, number, rest = of_sub_block(name, depths)
+            rest = re.sub(r'^([02])\.', lambda m: f'linear{int(m[1]) // 2 + 1}.', rest)
+            residual = '' if stage > 0 and number == 0 else 'block.'
+            name = f'backbone.stages.{stage}.{number}.{residual}{rest}'
+        else:
+            name = f'head.{name}'
+        out[name] = value
+    return out
 
 
 def sines(positions: int, channels: int) -> Tensor:
