@@ -271,3 +271,13 @@ def test_files_of_t2t_vits_transfer_learning_are_read(tmp_path):
     for part, theirs in dict(squares='buffer_x2', grads='buffer_gz', psi='ema_gz', phi='running_var').items():
         assert torch.equal(ours[f'blocks.3.norm2.{part}'], state[f'blocks.3.norm2.{theirs}'])
     assert (ours['norm.count'], ours['norm.skipped']) == (5000, 3)
+
+
+def test_the_head_of_the_dtn_authors_plain_vit():
+    """Its classifier is the second part of ``mlp_head``, whose first is the last norm."""
+    whole = torch.nn.Module()
+    whole.backbone = ViTDTN('t', norm_cfg=dict(LN, eps=1e-5))
+    whole.head = torch.nn.ModuleDict(dict(fc=torch.nn.Linear(192, 10)))
+    state = files.plain_vit(192)
+    ours, report = checkpoints.translate(state, whole)
+    assert torch.equal(ours['head.fc.weight'], state['mlp_head.1.weight']) and not report.kept and not report.dropped

@@ -35,14 +35,7 @@ class CheckWeightsHook(Hook):
         model = getattr(model, 'module', model)  # of DDP, and of test-time augmentation
         state = checkpoint.get('state_dict', checkpoint)
         found = {key.removeprefix('module.'): value for key, value in state.items()}
-        wrong = self.misfits(model, found)
-        settings = backbone_settings(checkpoint)
-        if not wrong and settings is not None and isinstance(backbone := getattr(model, 'backbone', model), Backbone):
-            try:
-                check_origin(settings, backbone)
-            except ValueError as error:
-                wrong = [str(error)]
-        if wrong:
+        if wrong := self.misfits(model, found) or another_origin(model, checkpoint):
             more = f'; and {len(wrong) - NAMED} more' if len(wrong) > NAMED else ''
             raise UserError(
                 f'{runner.cfg.get("load_from")} is not a checkpoint of the model of {runner.cfg.filename}: '
@@ -61,6 +54,18 @@ class CheckWeightsHook(Hook):
         parameters = dict(model.named_parameters())
         wrong = [f'the file has no {key}' for key in missing if key in parameters]
         return wrong + [f'the model has no {key}' for key in unexpected if key.rpartition('.')[2] in OF_DTN]
+
+
+def another_origin(model: nn.Module, checkpoint: dict) -> list[str]:
+    """What the backbone would compute in another way than that of the config in the checkpoint."""
+    backbone = getattr(model, 'backbone', model)
+    try:
+        settings = backbone_settings(checkpoint)
+        if settings is not None and isinstance(backbone, Backbone):
+            check_origin(settings, backbone)
+    except ValueError as error:
+        return [str(error)]
+    return []
 
 
 @HOOKS.register_module()
