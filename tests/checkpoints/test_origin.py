@@ -105,12 +105,14 @@ def test_the_image_size_of_computed_positions(tmp_path):
         (dict(type='ScaleNorm'), dict(type='RMSNorm'), 'ScaleNorm.*not RMSNorm'),
         (dict(type='GN'), dict(type='GN', num_groups=2), 'TokenGN.*num_groups=3.*num_groups=2'),
         (dict(type='IN'), dict(type='LN'), 'TokenIN.*not LayerNorm'),
+        (dict(type='DTN', mean_lambda=0.0), dict(type='DTN', mean_lambda=1.0), 'mean_lambda=0.0.*mean_lambda=1.0'),
+        (dict(type='DTN'), dict(type='DTN', pool_second_moment=False), None),  # cells are tokens
         (dict(type='PowerNorm'), dict(type='PowerNorm', warmup_iters=3000, sync=False), None),
     ],
 )
 def test_other_norms(tmp_path, before, after, words):
     """What training alone uses may differ."""
-    small = dict(arch=dict(width=24, depth=2, num_heads=3, mlp_ratio=1), img_size=64, patch_size=16)
+    small = dict(arch=dict(width=24, depth=3, num_heads=3, mlp_ratio=1), img_size=64, patch_size=16)
     init_cfg = own(tmp_path, dict(type='ViTDTN', norm_cfg=before, **small))
     model = ViTDTN(norm_cfg=after, init_cfg=init_cfg, **small)
     if words is None:
