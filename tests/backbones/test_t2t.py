@@ -76,6 +76,15 @@ def test_layernorm_mode_has_mmpretrains_gradients():
         torch.testing.assert_close(grad / want.abs().max(), want / want.abs().max(), rtol=1e-5, atol=1e-5, msg=name)
 
 
+@pytest.mark.parametrize(('arch', 'published'), [('12', 6_941_902), ('14', 21_545_550)])
+def test_tensors_of_performers_are_as_many_as_published(arch, published):
+    """With random features, the table of positions and a head of 1000 classes."""
+    with torch.device('meta'):
+        model = T2TViTDTN(arch, norm_cfg=LN)
+    width, tensors = model.num_features, [*model.parameters(), *model.buffers()]
+    assert sum(t.numel() for t in tensors) + width + 1000 * (width + 1) == published  # the token's row is added to it
+
+
 @pytest.mark.parametrize(('arch', 'inside'), [('14-wide', 2), ('7', 5), ('10', 8), ('12', 10), ('t-14', 10)])
 def test_a_class_token_behind_dtn_has_two_blocks_at_least(arch, inside):
     with torch.device('meta'):
