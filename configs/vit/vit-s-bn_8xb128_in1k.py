@@ -1,3 +1,5 @@
 # Table 3 of the paper: another normaliser in place of DTN.
 _base_ = './vit-s_8xb128_in1k.py'
-model = dict(backbone=dict(norm_cfg=dict(type='BN'), cls_from=10))
+model = dict(
+    backbone=dict(norm_cfg=dict(type='BN'), cls_from=10, other_norm_cfg=dict(type='LN', eps=1e-5)),
+)

@@ -115,7 +115,6 @@ class Backbone(BaseModule):
         options.pop('type')
         checkpoint = checkpoints.load(source)
         state = checkpoints.state_of(checkpoint, source)
-        settings = checkpoints.backbone_settings(checkpoint)
         found = {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
         if not found:
             raise checkpoints.UnfitFile(
@@ -126,6 +125,9 @@ class Backbone(BaseModule):
             name = strange.pop()
             raise checkpoints.UnfitFile(f'init_cfg has no option {name!r}{nearest(name, OPTIONS)}')
         try:
+            settings = checkpoints.backbone_settings(checkpoint)
+            if told := checkpoints.settings_by_arguments(checkpoint):
+                options.setdefault('source', told[0])
             ours, report = checkpoints.translate(found, self, **options, settings=settings)
         except ValueError as error:
             raise checkpoints.UnfitFile(f'{source} does not fit {type(self).__name__}: {error}') from None

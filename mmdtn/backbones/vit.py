@@ -22,7 +22,8 @@ class ViTOptions:
     Args:
         norm_cfg: Normaliser of the first ``dtn_layers`` blocks: ``dict(type='DTN')``; ``dict(type='LN')`` is the
             published model, or any registered one that works on ``B x H x W x C``.
-        dtn_layers: How many blocks take ``norm_cfg``; None: 10, or all if there are fewer.
+        dtn_layers: How many blocks take ``norm_cfg``; None: 10, or all if there are fewer. Where a class token joins
+            behind them, at least two blocks are left for it, as in the published models.
         other_norm_cfg: Normaliser of all other blocks and layers, and of the one behind the last block; not DTN.
         cls_from: Block, from 0, before which the class token joins. None: for ``'cls_token'`` after the blocks with
             DTN or ``rpe``, or before the first with another normaliser; for the other outputs never.
@@ -71,13 +72,16 @@ class PlainBackbone(Backbone):
         norm_cfg, other_norm_cfg = options.norm_cfg, options.other_norm_cfg
         out_indices, out_type, cls_from = options.out_indices, options.out_type, options.cls_from
         width, depth, num_heads = arch['width'], arch['depth'], arch['num_heads']
-        dtn_layers = min(10, depth) if options.dtn_layers is None else options.dtn_layers
+        joins_late = out_type == 'cls_token' and cls_from is None and bool(rpe or needs_grid(norm_cfg))
+        dtn_layers = options.dtn_layers
+        if dtn_layers is None:
+            dtn_layers = min(10, max(depth - 2, 1)) if joins_late else min(10, depth)
         if out_type not in ('cls_token', 'avg_featmap', 'featmap'):
             raise ValueError(f"out_type={out_type!r}: choose 'cls_token', 'avg_featmap' or 'featmap'.")
         if not all(-depth <= i < depth for i in out_indices) or not 0 <= dtn_layers <= depth:
             raise ValueError(f'out_indices={out_indices} or dtn_layers={dtn_layers} is not within {depth} blocks.')
         if cls_from is None and out_type == 'cls_token':
-            cls_from = dtn_layers if rpe or needs_grid(norm_cfg) else 0
+            cls_from = dtn_layers if joins_late else 0
         if cls_from is not None and not 0 <= cls_from < depth:
             raise ValueError(
                 f'The class token cannot join before block {cls_from} of 0 to {depth - 1}: it would see no patch. '

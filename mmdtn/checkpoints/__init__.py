@@ -1,3 +1,4 @@
+from .arguments import settings_by_arguments
 from .dtn import from_dtn_pvt, from_dtn_vit
 from .dvt import from_dvt, to_dvt
 from .files import UnfitFile, load, read, state_of, write
@@ -34,6 +35,7 @@ __all__ = [
     'from_timm_vit',
     'load',
     'read',
+    'settings_by_arguments',
     'state_of',
     'to_dvt',
     'translate',

@@ -1,83 +1,50 @@
-"""Formats of the DTN authors' published code, which trains PVT and ViT, and their translation."""
+"""Formats of the DTN authors' published code, which trains PVT and ViT with nine normalisers, and their translation."""
 
+import math
 import re
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from mmdtn.norms import DTN
-
-from .format import Eps, Format, State
+from .format import Format, State
 from .pvt import from_pvt, published_eps
-from .vit import from_timm_vit, is_of_dtns_authors
+from .vit import check_class_token, from_timm_vit, is_of_dtns_authors
 
 NORM_CFG = dict(type='DTN', unbiased=True, pool_second_moment=False)
-CLS_FROM = 10  # the block before which their class token joins
-LN_1E_5: dict[str, Any] = dict(other_norm_cfg=dict(type='LN', eps=1e-5))  # torch's default; timm's ViT has 1e-6
+CLS_FROM = 10  # the block before which their class token joins unless they say otherwise
+LN_1E_5: dict[str, Any] = dict(type='LN', eps=1e-5)  # torch's default; timm's ViT has 1e-6
+# By their names for them. In all but the first, and there in ViT, eps is 1e-5.
+NORMS: dict[str, dict[str, Any]] = {
+    'layer': dict(type='LN'),
+    'insnorm': dict(type='IN', unbiased=True),
+    'gnorm': dict(type='GN'),
+    'scale': dict(type='ScaleNorm'),
+    'batch': dict(type='BN'),
+    'power': dict(type='PowerNorm', warmup_iters=3000),
+    'dtn': NORM_CFG,
+    'dtn_pool': NORM_CFG,
+    'dtn_var': NORM_CFG | dict(mean_lambda=1.0),
+}
+# These have a weight and a bias each. By the names that --norm takes.
+CHOICES_OF_VIT = {'LN': LN_1E_5, 'IN': NORMS['insnorm'], 'GN': NORMS['gnorm']}
+CHOICES_OF_PVT = CHOICES_OF_VIT | {'LN': NORMS['layer']}
+TOLD = r'.*\.norm[12]\.(var_norm_weight|scale|bn\.running_var|running_phi)$'
+RENAMED = {'mean_norm_weight': 'mean_mix', 'var_norm_weight': 'var_mix', 'scale': 'weight'}
+RENAMED |= {'running_phi': 'phi', 'ema_gz': 'nu', 'iters': 'count'}  # of PowerNorm
+DROPPED = {
+    r'.*\.pos_proj\.bias$': 'the softmax over neighbours cancels it',
+    r'.*\.rel_indices$': 'computed from the grid of each input',
+}
 
 
 def from_dtn_pvt(state: State) -> State:
-    return _rename_layers(from_pvt(state))
+    return _rename_norms(from_pvt(state))
 
 
 def from_dtn_vit(state: State) -> State:
-    return _rename_layers(from_timm_vit(state))
-
-
-def _rename_layers(state: State) -> State:
-    """Their layers project (dx, dy, dx^2 + dy^2) to scores. Their shift leads from key to query, ours the other way."""
-    out: State = {}
-    for key, value in state.items():
-        if key.endswith('.pos_proj.weight'):
-            dx, dy, square = value.unbind(1)
-            value = torch.stack((square, -dx, -dy), 1)
-        key = re.sub(r'\.(mean|var)_norm_weight$', r'.\1_mix', key)
-        out[key.replace('.pos_proj.weight', '.position')] = value
-    return out
-
-
-def _heads(attention: str, state: State) -> int:
-    """Those of the block's DTN; the last blocks of ViT have as many as the first, the last stage of PVT has 8."""
-    first = 'blocks.0.norm1.var_mix'
-    own = state.get(attention.removesuffix('attn') + 'norm1.var_mix')
-    own = state.get(first) if own is None else own
-    return 8 if own is None else own.shape[0]
-
-
-def _check_class_token(backbone: nn.Module) -> str:
-    cls_from = getattr(backbone, 'cls_from', None)
-    if cls_from in (None, CLS_FROM):
-        return ''
-    return (
-        f'have the class token from block {CLS_FROM} on, but the target takes it before block {cls_from}: with the '
-        f'same weights it would compute something else. It needs cls_from={CLS_FROM}.'
-    )
-
-
-def _check_settings(backbone: nn.Module) -> str:
-    for layer in (m for m in backbone.modules() if isinstance(m, DTN)):
-        s = layer.settings
-        if not (s.prenorm and s.unbiased and (s.pool_second_moment is False or s.pool_size == 1)):
-            return f'need norm_cfg={NORM_CFG}, but the target has DTN({layer.extra_repr()}).'
-    return ''
-
-
-def _eps_of_pvt(norm: str, state: State) -> float:
-    return 1e-5 if f'{norm}.var_mix' in state else published_eps(norm, state)
-
-
-def _check_vit(backbone: nn.Module) -> str:
-    """Files tell the number of blocks with DTN, behind which the class token joins."""
-    cls_from = getattr(backbone, 'cls_from', None)
-    inside = {name for name, m in backbone.named_modules() if isinstance(m, DTN) and name.endswith('norm1')}
-    if cls_from is not None and cls_from != len(inside):
-        return (
-            f'have the class token behind the {len(inside)} blocks with DTN, but the target takes it before block '
-            f'{cls_from}: leave cls_from out.'
-        )
-    return _check_settings(backbone)
+    return _rename_norms(from_timm_vit(state))
 
 
 def from_dtn_vit_with_layernorm(state: State) -> State:
@@ -86,46 +53,142 @@ def from_dtn_vit_with_layernorm(state: State) -> State:
     return from_timm_vit(state)
 
 
-def _heads_of_vit(attention: str, state: State) -> tuple[int, ...] | None:
-    """By the width. T and T*, and B and B*, have tensors of the same shapes."""
+def from_dtn_plain_vit(state: State) -> State:
+    """Their other ViT: its class token is there from the first block on, and MLPs always follow LayerNorm."""
+    if other := [key for key in state if re.search(r'\.norm\.(scale|bn\.running_var|running_phi)$', key)]:
+        raise ValueError(
+            f'{other[0]}: this model has another normaliser in front of attention than in front of MLPs, where it has '
+            'LayerNorm. A ViTDTN has the same one in both places, and cannot compute what this model does.'
+        )
+    out: State = {}
+    for key, value in state.items():
+        for theirs, timms in {
+            r'^to_patch_embedding\.1\.': 'patch_embed.proj.',
+            r'^pos_embedding$': 'pos_embed',
+            r'^transformer\.layers\.': 'blocks.',
+            r'^mlp_head\.0\.': 'norm.',
+            r'\.0\.norm\.': '.norm1.',
+            r'\.1\.norm\.': '.norm2.',
+            r'\.0\.fn\.to_qkv\.': '.attn.qkv.',
+            r'\.0\.fn\.to_out\.0\.': '.attn.proj.',
+            r'\.1\.fn\.net\.0\.': '.mlp.fc1.',
+            r'\.1\.fn\.net\.3\.': '.mlp.fc2.',
+        }.items():
+            key = re.sub(theirs, timms, key)
+        if key == 'patch_embed.proj.weight':  # a linear layer on pixels with channels last
+            side = math.isqrt(value.shape[1] // 3)
+            value = value.unflatten(1, (side, side, -1)).permute(0, 3, 1, 2)
+        out[key] = value
+    return from_timm_vit(out)
+
+
+def _rename_norms(state: State) -> State:
+    """DTN layers project (dx, dy, dx^2 + dy^2) to scores. Their shift leads from key to query, ours the other way."""
+    out: State = {}
+    for key, value in state.items():
+        norm, _, part = key.rpartition('.')
+        if key.endswith('.pos_proj.weight'):
+            dx, dy, square = value.unbind(1)
+            key, value = key.replace('.pos_proj.weight', '.position'), torch.stack((square, -dx, -dy), 1)
+        elif re.search(r'\.norm[12]$', norm):
+            if f'{norm}.bn.running_var' in state:
+                key = f'{norm}.bn.{part}'
+            elif part in RENAMED:
+                key, value = f'{norm}.{RENAMED[part]}', _without_ones(value, part)
+        out[key] = value
+    return out
+
+
+def _without_ones(value: Tensor, part: str) -> Tensor:
+    """Their PowerNorm keeps ``1 x C x 1 x 1`` and a counter of one element."""
+    return value.reshape(()) if part == 'iters' else value.flatten() if value.dim() == 4 else value
+
+
+def norm_type(norm: str, state: State) -> str:
+    """Their name of a norm, by its translated tensors; ``'layer'`` also stands for those that look like it."""
+    for part, theirs in {'mean_mix': 'dtn', 'var_mix': 'dtn_var', 'bn.weight': 'batch', 'phi': 'power'}.items():
+        if f'{norm}.{part}' in state:
+            return theirs
+    return 'layer' if f'{norm}.bias' in state else 'scale'
+
+
+def _norm_cfgs(norm: str, state: State, alike: Sequence[dict[str, Any]]) -> Sequence[dict[str, Any]]:
+    kind = norm_type(norm, state)
+    if kind == 'layer':
+        return alike
+    told = {name: value for name, value in NORMS[kind].items() if name != 'warmup_iters'}  # which training alone needs
+    defaults = dict(prenorm=True, mean_lambda=None) if told['type'] == 'DTN' else {}
+    return [dict(defaults | told, eps=1e-5)]
+
+
+def _norms_of_vit(norm: str, state: State) -> Sequence[dict[str, Any]]:
+    told = norm_type('blocks.0.norm1', state) != 'layer' or not norm.startswith('blocks.')
+    alike = [dict(choice, eps=1e-5) for choice in CHOICES_OF_VIT.values()]
+    return _norm_cfgs(norm, state, alike[:1] if told else alike)
+
+
+def _norms_of_pvt(norm: str, state: State) -> Sequence[dict[str, Any]]:
+    if not re.search(r'norm[12]$', norm):
+        return [dict(type='LN', eps=published_eps(norm, state))]
+    told = norm_type('stages.0.blocks.0.norm1', state) != 'layer' or norm.startswith('stages.3.')
+    alike = [dict(type='LN', eps=1e-6), *(dict(NORMS[name], eps=1e-5) for name in ('insnorm', 'gnorm'))]
+    return _norm_cfgs(norm, state, alike[:1] if told else alike)
+
+
+def _settings_of_vit(state: State) -> dict[str, Any]:
+    ours = from_dtn_vit(state)
+    norms = [key.removesuffix('.attn.q.weight') + '.norm1' for key in ours if key.endswith('.attn.q.weight')]
+    kinds = [norm_type(norm, ours) for norm in norms]
+    inside = len([kind for kind in kinds if kind != 'layer'])
+    settings: dict[str, Any] = dict(dtn_layers=inside) if inside not in (0, CLS_FROM) else {}
+    if kinds[0] != 'layer':
+        settings |= dict(norm_cfg=NORMS[kinds[0]])
+    return settings | dict(cls_from=inside or CLS_FROM, other_norm_cfg=LN_1E_5)
+
+
+def _settings_of_pvt(state: State) -> dict[str, Any]:
+    return dict(norm_cfg=NORMS[norm_type('stages.0.blocks.0.norm1', from_dtn_pvt(state))])
+
+
+def _check_class_token(backbone: nn.Module) -> str:
+    """It joins behind the blocks with another normaliser than LayerNorm, which the tensors tell or the target says."""
+    cls_from = getattr(backbone, 'cls_from', None)
+    norms = [module for name, module in backbone.named_modules() if name.endswith('norm1')]
+    expected = len([norm for norm in norms if not isinstance(norm, nn.LayerNorm)]) or CLS_FROM
+    if cls_from in (None, expected):
+        return ''
+    return (
+        f'have the class token from block {expected} on, behind the blocks with the normaliser in question, but the '
+        f'target takes it before block {cls_from}: with the same weights it would compute something else. It needs '
+        f'cls_from={expected}.'
+    )
+
+
+def _heads_of_vit(attention: str, state: State) -> int | tuple[int, ...] | None:
+    """Those of the block's DTN, or of the first block's; else by the width. T and T*, B and B* have the same shapes."""
+    for norm in (attention.removesuffix('attn') + 'norm1', 'blocks.0.norm1'):
+        if (own := state.get(f'{norm}.var_mix')) is not None:
+            return own.shape[0]
     return {192: (3, 4), 384: (6,), 432: (9,), 768: (12, 16)}.get(state[f'{attention}.q.weight'].shape[0])
 
 
 def _heads_of_pvt(attention: str, state: State) -> int:
-    return (4, 4, 5, 8)[int(attention.split('.')[1])]
+    own = state.get(attention.removesuffix('attn') + 'norm1.var_mix')
+    return (4, 4, 5, 8)[int(attention.split('.')[1])] if own is None else own.shape[0]
 
 
 def _note_of_vit(state: State) -> str:
-    heads = _heads_of_vit('blocks.0.attn', state) or ()
-    of_heads = f'heads ({" or ".join(map(str, heads))}) and ' if len(heads) > 1 else ''
+    heads = _heads_of_vit('blocks.0.attn', state)
+    unknown = [f'heads ({" or ".join(map(str, heads))})'] if isinstance(heads, tuple) and len(heads) > 1 else []
+    if norm_type('blocks.0.norm1', state) == 'layer':
+        return _note_of_norms(state, unknown)
+    return f'{unknown[0]} are those of the target, as the tensors do not tell them' if unknown else ''
+
+
+def _note_of_norms(state: State, unknown: Sequence[str] = ()) -> str:
     return (
-        f'{of_heads}norms are those of the target, as the tensors do not tell them: files with layer, insnorm and '
-        'gnorm look the same'
-    )
-
-
-def _format(
-    backbone: str,
-    convert: Callable[[State], State],
-    mark: str,
-    eps: Eps,
-    settings: Callable[[State], dict[str, Any]],
-    check: Callable[[nn.Module], str],
-) -> Format:
-    return Format(
-        backbone,
-        (mark, r'.*\.var_norm_weight$'),
-        convert,
-        dropped={
-            r'.*\.pos_proj\.bias$': 'the softmax over neighbours cancels it',
-            r'.*\.rel_indices$': 'computed from the grid of each input',
-        },
-        heads=_heads,
-        eps=eps,
-        settings=settings,
-        check=check,
-        norm_cfg=NORM_CFG,
-        out_type='cls_token',
+        f'{" and ".join([*unknown, "norms"])} are those of the target, as the tensors do not tell them: files with '
+        'layer, insnorm and gnorm look the same'
     )
 
 
@@ -134,28 +197,66 @@ FORMATS = {
         'ViTDTN',
         (r'patch_embed\.proj', r'blocks\.0\.attn\.qkv', 'cls_token', 'pos_embed'),
         from_dtn_vit_with_layernorm,
-        misses=(r'.*norm_weight$', r'blocks\.0\.attn\.qkv\.bias'),
+        misses=(TOLD,),
         heads=_heads_of_vit,
         eps=lambda norm, state: 1e-5,
-        settings=lambda state: dict(cls_from=CLS_FROM, **LN_1E_5),
+        norms=_norms_of_vit,
+        choices=CHOICES_OF_VIT,
+        settings=_settings_of_vit,
         check=_check_class_token,
         note=_note_of_vit,
         in_auto=is_of_dtns_authors,
-        norm_cfg=LN_1E_5['other_norm_cfg'],
+        norm_cfg=LN_1E_5,
+        out_type='cls_token',
+    ),
+    'dtn-vit': Format(
+        'ViTDTN',
+        (r'patch_embed\.proj', r'blocks\.0\.attn\.qkv', 'cls_token', 'pos_embed', TOLD),
+        from_dtn_vit,
+        dropped=DROPPED,
+        heads=_heads_of_vit,
+        norms=_norms_of_vit,
+        settings=_settings_of_vit,
+        check=_check_class_token,
+        note=_note_of_vit,
+        norm_cfg=NORM_CFG,
+        out_type='cls_token',
+    ),
+    'dtn-plain-vit': Format(
+        'ViTDTN',
+        (r'to_patch_embedding\.1\.', r'transformer\.layers\.0\.0\.fn\.to_qkv'),
+        from_dtn_plain_vit,
+        heads=_heads_of_vit,
+        eps=lambda norm, state: 1e-5,
+        norms=lambda norm, state: [LN_1E_5],
+        choices=dict(LN=LN_1E_5),
+        check=check_class_token,
+        note=_note_of_vit,
+        norm_cfg=LN_1E_5,
         out_type='cls_token',
     ),
     'dtn-pvt-ln': Format(
         'PVTDTN',
         (r'patch_embed1\.', r'block1\.', 'pos_embed1'),
         from_pvt,
-        misses=(r'.*norm_weight$',),
+        misses=(TOLD,),
         heads=_heads_of_pvt,
         eps=published_eps,
+        norms=_norms_of_pvt,
+        choices=CHOICES_OF_PVT,
+        note=_note_of_norms,
         in_auto=lambda state: False,
         out_type='cls_token',
     ),
-    'dtn-pvt': _format('PVTDTN', from_dtn_pvt, r'patch_embed1\.', _eps_of_pvt, lambda state: {}, _check_settings),
-    'dtn-vit': _format(
-        'ViTDTN', from_dtn_vit, r'patch_embed\.proj', lambda norm, state: 1e-5, lambda state: LN_1E_5, _check_vit
+    'dtn-pvt': Format(
+        'PVTDTN',
+        (r'patch_embed1\.', TOLD),
+        from_dtn_pvt,
+        dropped=DROPPED,
+        heads=_heads_of_pvt,
+        norms=_norms_of_pvt,
+        settings=_settings_of_pvt,
+        norm_cfg=NORM_CFG,
+        out_type='cls_token',
     ),
 }

@@ -48,7 +48,7 @@ PLAIN_DATA += [
 def read(source: str | Path) -> State:
     """The tensors by name of a checkpoint: a path, a URL, or whatever else mmengine's file backends know.
 
-    Takes what classifiers', detectors' and bare models' files hold under ``state_dict``, ``model`` or
+    Takes what classifiers', detectors' and bare models' files hold under ``state_dict``, ``model``, ``net`` or
     ``model_state_dict``, without the ``module.`` that distributed training puts in front; of timm's training files the
     moving average.
     """
@@ -57,7 +57,7 @@ def read(source: str | Path) -> State:
 
 def state_of(checkpoint: Any, source: str | Path) -> State:
     """The tensors of what :func:`load` gives, as :func:`read` gives them."""
-    for key in ('state_dict_ema', 'model_state_dict', 'state_dict', 'model', 'module'):
+    for key in ('state_dict_ema', 'model_state_dict', 'state_dict', 'model', 'module', 'net'):
         if isinstance(checkpoint, dict) and isinstance(checkpoint.get(key), dict):
             checkpoint = checkpoint[key]
             break

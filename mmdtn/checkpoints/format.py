@@ -1,7 +1,7 @@
 """What a published format is, for those that describe one: a file for each family of models."""
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,13 +31,17 @@ class Format:
         heads: Number of heads of an attention, or all that it may have, by its name and the translated state, or None
             where files do not tell.
         eps: What a norm adds to the variance, by its name and the translated state, or None where files do not tell.
+        norms: What a norm may be, by its name and the translated state: each ``norm_cfg`` that the tensors allow. None:
+            LayerNorm with the eps of ``eps``, or what a training makes of it.
+        choices: The normalisers among which tensors do not tell, by the names that ``convert.py --norm`` takes.
         settings: Arguments, other than defaults, that the backbone needs for a file, by the tensors of the file.
         computed: Keys of the translated state that the backbone computes itself, each with the reason. Raises
             ValueError if the backbone computes something else.
         check: Says why a backbone would compute something else with the weights of such files; '' where it does not.
         note: What the user has to know about a file whose tensors do not tell all, by the translated state.
         in_auto: Whether a file with such keys has this format unless the user names another, by its tensors.
-        norm_cfg: Normaliser with which the backbone computes what the model of the file does.
+        norm_cfg: Normaliser with which the backbone computes what the model of the file does, unless ``settings`` gives
+            another one.
         out_type: Output with which it gives what that model gives; None: the file holds a whole model.
     """
 
@@ -48,6 +52,8 @@ class Format:
     dropped: Mapping[str, str] = field(default_factory=dict)
     heads: Heads = lambda attention, state: None
     eps: Eps = lambda norm, state: None
+    norms: Callable[[str, State], Sequence[Mapping[str, Any]]] = lambda norm, state: ()
+    choices: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     settings: Callable[[State], dict[str, Any]] = lambda state: {}
     computed: Callable[[State, nn.Module], dict[str, str]] = lambda state, backbone: {}
     check: Callable[[nn.Module], str] = lambda backbone: ''

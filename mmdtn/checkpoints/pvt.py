@@ -21,9 +21,9 @@ def from_mmdet_pvt(state: State) -> State:
             side = int(value.shape[1] ** 0.5)
             out[f'stages.{stage}.pos_embed'] = value.reshape(1, side, side, -1)
         else:
-            number, name = rest.split('.', 1)
+            index, name = rest.split('.', 1)
             has_position = f'layers.{stage}.1.0.pos_embed' in state
-            block = f'stages.{stage}.blocks.{int(number) - has_position}.'
+            block = f'stages.{stage}.blocks.{int(index) - has_position}.'
             C = value.shape[0] // 3
             if name.startswith('attn.attn.in_proj_'):
                 kind = name.rpartition('_')[2]
@@ -31,9 +31,10 @@ def from_mmdet_pvt(state: State) -> State:
             elif name.startswith('attn.attn.out_proj'):
                 out[block + name.replace('attn.attn.out_proj', 'attn.proj')] = value
             elif name.startswith('ffn.layers.'):
-                layer = 'fc1' if name.startswith('ffn.layers.0.') else 'fc2'
-                kind = name.rpartition('.')[2]  # theirs are 1 x 1 convolutions
-                out[block + f'mlp.{layer}.{kind}'] = value.flatten(1) if value.dim() == 4 else value
+                _, _, number, kind = name.split('.')
+                layer = {'0': 'fc1', '1': 'dwconv'}.get(number, 'fc2')  # the second one is of version 2 alone
+                linear = value.dim() == 4 and layer != 'dwconv'  # theirs are 1 x 1 convolutions
+                out[block + f'mlp.{layer}.{kind}'] = value.flatten(1) if linear else value
             else:
                 out[block + name] = value
     return out
@@ -106,7 +107,7 @@ FORMATS = {
         'PVTDTN',
         (r'patch_embed1\.', r'block1\.'),
         from_pvt,
-        misses=(r'.*norm_weight$',),
+        misses=(r'.*(norm_weight|\.scale|\.running_(var|phi))$',),  # of the DTN authors' normalisers
         heads=published_heads,
         eps=published_eps,
         note=_note,

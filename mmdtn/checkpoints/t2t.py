@@ -1,12 +1,14 @@
 """T2T-ViT: formats of its checkpoints, and their translation, which depends on keys and tensors alone.
 
+Files of Unified Normalization's authors are among them: T2T-ViT with UN in the place of each LayerNorm.
+
 Most files hold the table of sines, which the model computes. Here the class token has no position, so that it can join
 before any block: a translated token includes the position that it had.
 """
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +18,9 @@ from .format import Format, State
 from .vit import check_class_token, published_heads
 
 SCALE = 16  # pixels along the side of a token
+UN = dict(
+    running_var='phi', ema_gz='psi', iters='count', buffer_x2='squares', buffer_gz='grads', skip_counter='skipped'
+)
 
 
 def from_t2t(state: State) -> State:
@@ -24,8 +29,7 @@ def from_t2t(state: State) -> State:
     for key, value in state.items():
         if key == 'cls_token':
             table = state.get('pos_embed', sines(1, value.shape[-1])[None])
-            precise = torch.promote_types(value.dtype, torch.float32)
-            out[key] = (value.to(precise) + table[:, :1].to(precise))[:, None]
+            out[key] = (value.double() + table[:, :1].double())[:, None]  # rounded once, to the dtype of the target
         elif key == 'pos_embed':
             side = _side(value)
             out[key] = value[:, 1:].reshape(1, side, side, -1)
@@ -38,7 +42,15 @@ def from_t2t(state: State) -> State:
             out[key] = value
         else:
             raise ValueError(f"{key} is no key of T2T-ViT's authors.")
-    return out
+    return dict(_unified(key, value) for key, value in out.items())
+
+
+def _unified(key: str, value: Tensor) -> tuple[str, Tensor]:
+    """Their buffers of UN under our names. A counter of theirs has one element, ours has no dimension."""
+    norm, _, part = key.rpartition('.')
+    if part not in UN:
+        return key, value
+    return f'{norm}.{UN[part]}', value.reshape(()) if part in ('iters', 'skip_counter') else value
 
 
 def _token_layer(key: str, value: Tensor) -> State:
@@ -90,12 +102,22 @@ def _side(table: Tensor) -> int:
 
 
 def _settings(state: State) -> dict[str, Any]:
-    """The image size of the table of positions, and whether it has to be taken from the file."""
+    """The normaliser; the image size of the table of positions, and whether it has to be taken from the file."""
+    settings: dict[str, Any] = {}
+    if (squares := state.get('blocks.0.norm1.buffer_x2')) is not None:
+        grads, norm_cfg = state['blocks.0.norm1.buffer_gz'], dict[str, Any](type='UN')
+        norm_cfg |= {} if len(squares) == len(grads) == 4 else dict(window=len(squares), grad_window=len(grads))
+        settings |= dict(norm_cfg=norm_cfg, other_norm_cfg=norm_cfg)
     table = state.get('pos_embed')
-    if table is None or table.dim() != 3:
-        return {}
+    if table is None:
+        return settings
     size = SCALE * _side(table)
-    return (dict(img_size=size) if size != 224 else {}) | ({} if is_sines(table) else dict(learned_positions=True))
+    settings |= dict(img_size=size) if size != 224 else {}
+    return settings | ({} if is_sines(table) else dict(learned_positions=True))
+
+
+def _norms(norm: str, state: State) -> Sequence[dict[str, Any]]:
+    return [dict(type='UN', eps=1e-5)] if f'{norm}.squares' in state else []
 
 
 def _computed(ours: State, backbone: nn.Module) -> dict[str, str]:
@@ -126,11 +148,12 @@ def published_t2t_heads(attention: str, state: State) -> tuple[int, ...]:
 
 
 def _note(state: State) -> str:
-    if len(published_t2t_heads('blocks.0.attn', state)) == 1:
-        return ''
-    return (
-        'the heads are those of the target: tensors of t2t_vit_14 (6 heads) and t2t_vit_14_resnext (32) look the same'
-    )
+    notes = []
+    if len(published_t2t_heads('blocks.0.attn', state)) > 1:
+        notes.append('heads are those of the target: t2t_vit_14 (6 heads) and t2t_vit_14_resnext (32) look the same')
+    if 'norm.squares' in state:
+        notes.append('warm-up and filter of UN, for training, are those of the target: no tensor tells them')
+    return '; '.join(notes)
 
 
 def _format(convert: Callable[[State], State], *marks: str) -> Format:
@@ -140,6 +163,7 @@ def _format(convert: Callable[[State], State], *marks: str) -> Format:
         convert,
         heads=published_t2t_heads,
         eps=lambda norm, state: 1e-5,
+        norms=_norms,
         settings=_settings,
         computed=_computed,
         note=_note,

@@ -11,12 +11,12 @@ import torch.nn.functional as F
 from timm.layers import resample_abs_pos_embed_nhwc, resize_rel_pos_bias_table
 from torch import Tensor, nn
 
-from mmdtn.norms import DTN
+from mmdtn.norms import DTN, norm_class
 from mmdtn.norms.dtn import mix_of
 
 from .format import State
 from .formats import FORMATS, recognise
-from .origin import check_origin
+from .origin import check_origin, in_one_line
 
 # Ends of a backbone that classification and detection do not share; all else has to fit.
 ENDS = r'cls_token|cls_pos|norm[0-3]?\.(weight|bias)'
@@ -82,14 +82,17 @@ def translate(
         ours = {key: value for key, value in ours.items() if key not in kept}
         target = {key: value for key, value in target.items() if key not in kept}
         report.kept += sorted(kept)
+    _check_norms(ours, backbone, name, warm_start)
     ours = _fit(ours, target, report, resize)
-    _check_function(ours, backbone, name, warm_start, configured=settings is not None)
+    _check_heads(ours, backbone, name, configured=settings is not None)
     report.note = FORMATS[name].note(ours)
-    if settings is not None:
-        check_origin(settings, backbone)
+    known = settings is not None and check_origin(settings, backbone, resize)
+    if not known and (why_not := FORMATS[name].check(backbone)):
+        raise ValueError(f'{name} files {why_not}')
+    _check_warm_start(backbone, warm_start)
     report.used += len(ours)
     filled = _fill(ours, target, report, backbone, warm_start)
-    _check_eps(ours, backbone, name)
+    _check_eps(ours, theirs, backbone, name)
     ours |= filled
     if not whole:
         report.dropped |= dict.fromkeys(rest, 'not part of a backbone')
@@ -106,6 +109,8 @@ def split(state: State) -> tuple[State, State]:
     if any(key.startswith('backbone.') for key in state):
         theirs = {key.removeprefix('backbone.'): value for key, value in state.items() if key.startswith('backbone.')}
         return theirs, {key: value for key, value in state.items() if not key.startswith('backbone.')}
+    # The DTN authors' plain ViT calls its head otherwise.
+    state = {key.replace('mlp_head.1.', 'head.'): value for key, value in state.items()}
     theirs = {key: value for key, value in state.items() if not key.startswith(('head.', 'head_dist.'))}
     return theirs, {key: value for key, value in state.items() if key not in theirs}
 
@@ -174,8 +179,8 @@ def _resize(key: str, value: Tensor, want: Tensor) -> Tensor | None:
     return None
 
 
-def _check_function(ours: State, backbone: nn.Module, name: str, warm_start: float | None, configured: bool) -> None:
-    """That the model computes with these tensors what the file's model did: what no shape tells."""
+def _check_heads(ours: State, backbone: nn.Module, name: str, configured: bool) -> None:
+    """Raises ValueError if an attention has another number of heads than in the file, which no shape tells."""
     for key in ours:
         if not re.search(r'\.attn\.(q|qkv)\.weight$', key) or (FORMATS[name].is_own and configured):
             continue
@@ -193,19 +198,55 @@ def _check_function(ours: State, backbone: nn.Module, name: str, warm_start: flo
                 f'{attention} has {" or ".join(map(str, possible))} heads in {name} files, but {given} in the target: '
                 f'choose an arch with the heads of the file, as arch=dict(base=..., {example}.{note}'
             )
-    if why_not := FORMATS[name].check(backbone):
-        raise ValueError(f'{name} files {why_not}')
-    _check_warm_start(backbone, warm_start)
 
 
-def _check_eps(ours: State, backbone: nn.Module, name: str) -> None:
+def _check_norms(ours: State, backbone: nn.Module, name: str, warm_start: float | None) -> None:
+    """Raises ValueError if a norm is another one than in the file, where the format knows which it was."""
+    modules = dict(backbone.named_modules())
+    for norm in sorted({match[1] for key in ours if (match := re.match(r'(.*\bnorm[0-3]?)\.', key))} & modules.keys()):
+        possible = FORMATS[name].norms(norm, ours)
+        if possible and not any(_is_norm(modules, norm, cfg, warm_start) for cfg in possible):
+            cfgs = ' or '.join(
+                f'dict({", ".join(f"{key}={value!r}" for key, value in cfg.items())})' for cfg in possible
+            )
+            groups = '; groups are the heads of the attention' if hasattr(modules[norm], 'num_groups') else ''
+            raise ValueError(
+                f'{norm} is {cfgs} in this {name} file{groups}, but {in_one_line(modules[norm])} in the target, which '
+                'would compute something else. Give the norm of the file in norm_cfg or other_norm_cfg, whichever '
+                'this norm is built from.'
+            )
+
+
+def _as_code(cfg: Mapping[str, Any]) -> str:
+    return f'dict({", ".join(f"{key}={value!r}" for key, value in cfg.items())})'
+
+
+def _is_norm(modules: Mapping[str, nn.Module], norm: str, cfg: Mapping[str, Any], warm_start: float | None) -> bool:
+    """Whether ``norm`` computes what ``cfg`` says. A warm start makes DTN of LayerNorm."""
+    module = modules[norm]
+    if warm_start is not None and cfg['type'] == 'LN' and isinstance(module, DTN):
+        return module.eps == cfg['eps']
+    has = module.options if isinstance(module, DTN) else vars(module)
+    irrelevant = {'type'} | ({'pool_second_moment'} if has.get('pool_size') == 1 else set())
+    attention = modules.get(f'{norm.rpartition(".")[0]}.attn')
+    groups = getattr(attention, 'num_heads', None)
+    return (
+        type(module) is norm_class(dict(cfg))
+        and all(has.get(key) == value for key, value in cfg.items() if key not in irrelevant)
+        and (groups is None or has.get('num_groups', groups) == groups)
+    )
+
+
+def _check_eps(ours: State, theirs: State, backbone: nn.Module, name: str) -> None:
     """Raises ValueError if a norm adds another number to the variance than the norm of the file did."""
     for norm, module in backbone.named_modules():
         if not isinstance(module, (nn.LayerNorm, DTN)) or f'{norm}.weight' not in ours:
             continue
+        if FORMATS[name].norms(norm, ours):
+            continue  # compared already
         eps = FORMATS[name].eps(norm, ours)
         if eps is not None and eps != module.eps:
-            needed = FORMATS[name].settings(ours).get('other_norm_cfg')
+            needed = FORMATS[name].settings(theirs).get('other_norm_cfg')
             example = f' For this file other_norm_cfg is {needed}.' if needed else ''
             raise ValueError(
                 f'{norm} has eps={eps} in {name} files, but eps={module.eps} in the target, which would compute '

@@ -20,7 +20,7 @@ def from_timm_vit(state: State) -> State:
         elif key == 'cls_token':  # ours has no position, so that it can join anywhere
             position = state['pos_embed']
             leads = position.shape[1] != int(position.shape[1] ** 0.5) ** 2
-            out[key] = (value + position[:, :1] if leads else value)[:, None]
+            out[key] = (value.double() + position[:, :1].double() if leads else value)[:, None]  # rounded once, later
         elif '.attn.qkv.' in key:
             C = value.shape[0] // 3
             out[key.replace('qkv', 'q')], out[key.replace('qkv', 'kv')] = value[:C], value[C:]
@@ -54,6 +54,14 @@ def is_of_dtns_authors(state: State) -> bool:
     return 'blocks.0.attn.qkv.bias' not in state and math.isqrt(position.shape[1]) ** 2 == position.shape[1]
 
 
+def _settings(state: State) -> dict[str, int]:
+    """The sides of patches and images, where they are not 16 and 224."""
+    weight = next(value for key, value in state.items() if re.fullmatch(r'patch_embed\.proj(ection)?\.weight', key))
+    patch = weight.shape[-1]
+    size = patch * math.isqrt(state['pos_embed'].shape[1])
+    return (dict(patch_size=patch) if patch != 16 else {}) | (dict(img_size=size) if size != 224 else {})
+
+
 def published_heads(attention: str, state: State) -> int:
     return state[f'{attention}.q.weight'].shape[0] // 64  # so it is in all ViT, DeiT and T2T-ViT
 
@@ -77,6 +85,7 @@ FORMATS = {
         in_auto=lambda state: not is_of_dtns_authors(state),
         heads=published_heads,
         eps=lambda norm, state: 1e-6,
+        settings=_settings,
         check=check_class_token,
         out_type='cls_token',
     ),
@@ -86,6 +95,7 @@ FORMATS = {
         from_mmpretrain_vit,
         heads=published_heads,
         eps=lambda norm, state: 1e-6,
+        settings=_settings,
         check=check_class_token,
         out_type='cls_token',
     ),

@@ -1,30 +1,16 @@
-"""Files as the code of the papers writes them, with random weights, and the arithmetic that belongs to each."""
+"""Files as the code of the papers writes them, with random weights."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import partial
-from typing import Any
+import re
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from . import arithmetic
-from .arithmetic import Norm, State
-from .published import AuthorsDTN
+from .arithmetic import State
 
 WIDTHS = (64, 128, 320, 512)
-
-
-@dataclass
-class Case:
-    name: str
-    state: Callable[[], State]
-    compute: Callable[[Tensor, State], Tensor]
-    to: tuple[str, ...]  # --to and what follows
-    says: tuple[str, ...] = ()  # what the command has to print
-    side: int = 224
 
 
 class Weights(dict):
@@ -42,68 +28,339 @@ class Weights(dict):
         if bias:
             self[f'{name}.bias'] = self.random(out, std=0.1)
 
-    def norm(self, name: str, channels: int) -> None:
-        self[f'{name}.weight'] = 1 + self.random(channels, std=0.1)
-        self[f'{name}.bias'] = self.random(channels, std=0.1)
-
     def position(self, name: str, *shape: int) -> None:
         self[name] = (self.random(*shape) * 256).round() / 4096
 
-    def dtn(self, name: str, channels: int, heads: int) -> None:
-        self.norm(name, channels)
-        for moment in ('mean', 'var'):
-            self[f'{name}.{moment}_norm_weight'] = self.random(heads)
-        self.layer(f'{name}.pos_proj', heads, 3)
+    def variance(self, name: str, *shape: int, mean: float = 1.0) -> None:
+        self[name] = mean * (0.5 + torch.rand(shape, generator=self.generator))
 
-    def block(self, name: str, width: int, ratio: int, bias: bool, heads: int = 0) -> None:
+    def norm(self, name: str, channels: int, kind: str = 'layer', heads: int = 0) -> None:
+        """``kind`` is the DTN authors' name for a norm, or ``'un'``."""
+        if kind == 'scale':
+            self[f'{name}.scale'] = channels**0.5 * (1 + self.random(channels, std=0.1))
+            return
+        self[f'{name}.weight'] = 1 + self.random(channels, std=0.1)
+        self[f'{name}.bias'] = self.random(channels, std=0.1)
+        if kind == 'batch':
+            self.running(f'{name}.bn', channels, 16.0)  # tokens would grow from block to block with less
+        if kind == 'power':
+            self.variance(f'{name}.running_phi', 1, channels, 1, 1)
+            self[f'{name}.ema_gz'] = self.random(1, channels, 1, 1, std=0.1)
+        if kind == 'un':
+            self.variance(f'{name}.running_var', channels, mean=16.0)
+            self.variance(f'{name}.buffer_x2', 4, channels, mean=16.0)
+            self[f'{name}.ema_gz'] = self.random(channels, std=0.1)
+            self[f'{name}.buffer_gz'] = self.random(4, channels, std=0.1)
+            self[f'{name}.skip_counter'] = torch.tensor([3])
+        if kind in ('power', 'un'):
+            self[f'{name}.iters'] = torch.tensor([5000])
+        if kind.startswith('dtn'):
+            for moment in ('var',) if kind == 'dtn_var' else ('mean', 'var'):
+                self[f'{name}.{moment}_norm_weight'] = self.random(heads)
+            self.layer(f'{name}.pos_proj', heads, 3)
+
+    def running(self, name: str, channels: int, variance: float = 1.0) -> None:
+        self[f'{name}.running_mean'] = self.random(channels, std=0.1)
+        self.variance(f'{name}.running_var', channels, mean=variance)
+        self[f'{name}.num_batches_tracked'] = torch.tensor(5000)
+
+    def mlp(self, name: str, width: int, hidden: int) -> None:
+        self.layer(f'{name}.fc1', hidden, width)
+        self.layer(f'{name}.fc2', width, hidden)
+
+    def block(self, name: str, width: int, ratio: int, bias: bool, kind: str = 'layer', heads: int = 0) -> None:
         for norm in ('norm1', 'norm2'):
-            self.dtn(f'{name}.{norm}', width, heads) if heads else self.norm(f'{name}.{norm}', width)
+            self.norm(f'{name}.{norm}', width, kind, heads)
         self.layer(f'{name}.attn.qkv', 3 * width, width, bias=bias)
         self.layer(f'{name}.attn.proj', width, width)
-        self.layer(f'{name}.mlp.fc1', ratio * width, width)
-        self.layer(f'{name}.mlp.fc2', width, ratio * width)
+        self.mlp(f'{name}.mlp', width, ratio * width)
 
 
-def vit(width: int, bias: bool = False, of_dtn: int = 0, class_position: bool | None = None, depth: int = 12) -> State:
+def vit(
+    width: int,
+    bias: bool = False,
+    kind: str = 'layer',
+    heads: int = 0,
+    class_position: bool | None = None,
+    patch: int = 16,
+    side: int = 14,
+    inside: int = 10,
+) -> State:
     """timm's names. The DTN authors' have no bias in qkv and no position of the class token."""
     state = Weights()
-    state.layer('patch_embed.proj', width, 3, 16, 16)
+    state.layer('patch_embed.proj', width, 3, patch, patch)
     state.position('cls_token', 1, 1, width)
-    state.position('pos_embed', 1, 196 + (bias if class_position is None else class_position), width)
-    for i in range(depth):
-        state.block(f'blocks.{i}', width, 4, bias, heads=of_dtn if i < 10 else 0)
+    state.position('pos_embed', 1, side * side + (bias if class_position is None else class_position), width)
+    for i in range(12):
+        state.block(f'blocks.{i}', width, 4, bias, kind if i < inside else 'layer', heads)
     state.norm('norm', width)
     state.layer('head', 10, width)
     return dict(state)
 
 
-def pvt(depths: Sequence[int] = (2, 2, 2, 2), of_dtn: Sequence[int] = (0, 0, 0)) -> State:
-    """The names of whai362/PVT, version 1."""
+def mmpretrains(state: State, blocks: str, norm: str) -> State:
+    """MMPretrain's names of ViT and T2T-ViT, which differ in ``blocks`` and in the last ``norm``."""
+    out = {}
+    for key, value in state.items():
+        for theirs, ours in {
+            r'^blocks\.': f'{blocks}.',
+            r'^norm\.': f'{norm}.',
+            r'^patch_embed\.proj\.': 'patch_embed.projection.',
+            r'\.norm([12])\.': r'.ln\1.',
+            r'\.mlp\.fc1\.': '.ffn.layers.0.0.',
+            r'\.mlp\.fc2\.': '.ffn.layers.1.',
+            r'^head\.': 'head.layers.head.',
+        }.items():
+            key = re.sub(theirs, ours, key)
+        out[key if key.startswith('head.') else f'backbone.{key}'] = value
+    return out
+
+
+def plain_vit(width: int, kind: str = 'layer') -> State:
+    """The other ViT of the DTN authors; ``kind`` is the norm in front of attention."""
+    state = Weights()
+    state.layer('to_patch_embedding.1', width, 768)
+    state.position('cls_token', 1, 1, width)
+    state.position('pos_embedding', 1, 197, width)
+    for i in range(12):
+        attention, mlps = (f'transformer.layers.{i}.{j}' for j in (0, 1))
+        state.norm(f'{attention}.norm', width, kind)
+        state.layer(f'{attention}.fn.to_qkv', 3 * width, width, bias=False)
+        state.layer(f'{attention}.fn.to_out.0', width, width)
+        state.norm(f'{mlps}.norm', width)
+        state.layer(f'{mlps}.fn.net.0', 4 * width, width)
+        state.layer(f'{mlps}.fn.net.3', width, 4 * width)
+    state.norm('mlp_head.0', width)
+    state.layer('mlp_head.1', 10, width)
+    return dict(state)
+
+
+def pvt(
+    depths: Sequence[int] = (2, 2, 2, 2),
+    kind: str = 'layer',
+    heads: Sequence[int] = (4, 4, 5),
+    widths: Sequence[int] = WIDTHS,
+    ratios: Sequence[int] = (8, 8, 4, 4),
+    second: bool = False,
+) -> State:
+    """The names of whai362/PVT, versions 1 and 2; ``kind`` is the norm of the first three stages' blocks."""
     state = Weights()
     channels = 3
-    for i, (width, depth, ratio) in enumerate(zip(WIDTHS, depths, (8, 4, 2, 1), strict=True), 1):
-        patch = 4 if i == 1 else 2
+    for i, (width, depth, ratio) in enumerate(zip(widths, depths, (8, 4, 2, 1), strict=True), 1):
+        patch = (7 if i == 1 else 3) if second else 4 if i == 1 else 2
         state.layer(f'patch_embed{i}.proj', width, channels, patch, patch)
         state.norm(f'patch_embed{i}.norm', width)
         side = 112 // 2**i
-        state.position(f'pos_embed{i}', 1, side * side + (i == 4), width)
+        if not second:
+            state.position(f'pos_embed{i}', 1, side * side + (i == 4), width)
         for j in range(depth):
-            name, heads = f'block{i}.{j}', (*of_dtn, 0)[i - 1]
+            name = f'block{i}.{j}'
             for norm in ('norm1', 'norm2'):
-                state.dtn(f'{name}.{norm}', width, heads) if heads else state.norm(f'{name}.{norm}', width)
+                state.norm(f'{name}.{norm}', width, *((kind, heads[i - 1]) if i < 4 else ()))
             for part, size in (('q', 1), ('kv', 2), ('proj', 1)):
                 state.layer(f'{name}.attn.{part}', size * width, width)
             if ratio > 1:
                 state.layer(f'{name}.attn.sr', width, width, ratio, ratio)
                 state.norm(f'{name}.attn.norm', width)
-            wide = width * (8, 8, 4, 4)[i - 1]
-            state.layer(f'{name}.mlp.fc1', wide, width)
-            state.layer(f'{name}.mlp.fc2', width, wide)
+            state.mlp(f'{name}.mlp', width, width * ratios[i - 1])
+            if second:
+                state.layer(f'{name}.mlp.dwconv.dwconv', width * ratios[i - 1], 1, 3, 3)
+        if second:
+            state.norm(f'norm{i}', width)
         channels = width
-    state.position('cls_token', 1, 1, 512)
-    state.norm('norm', 512)
-    state.layer('head', 10, 512)
+    if not second:
+        state.position('cls_token', 1, 1, channels)
+        state.norm('norm', channels)
+    state.layer('head', 10, channels)
     return dict(state)
+
+
+def timms_pvt(state: State) -> State:
+    """timm's names of version 2."""
+    out = {}
+    for key, value in state.items():
+        key = re.sub(r'^patch_embed1', 'patch_embed', key)
+        key = re.sub(r'^patch_embed(\d)', lambda m: f'stages.{int(m[1]) - 1}.downsample', key)
+        key = re.sub(r'^block(\d)', lambda m: f'stages.{int(m[1]) - 1}.blocks', key)
+        key = re.sub(r'^norm(\d)', lambda m: f'stages.{int(m[1]) - 1}.norm', key)
+        out[key.replace('.dwconv.dwconv.', '.dwconv.')] = value
+    return out
+
+
+def mmdets_pvt(state: State) -> State:
+    """MMDetection's names of the tensors that detectors use; it keeps linear layers of MLPs as convolutions."""
+    out = {}
+    first = 'pos_embed1' in state
+    for key, value in state.items():
+        if not (match := re.fullmatch(r'(patch_embed|pos_embed|block|norm)(\d)(\.(.+))?', key)):
+            continue  # the class token and what follows it
+        part, stage, rest = match[1], f'backbone.layers.{int(match[2]) - 1}', match[4]
+        if part == 'patch_embed':
+            out[f'{stage}.0.{rest.replace("proj", "projection")}'] = value
+        elif part == 'pos_embed':
+            out[f'{stage}.1.0.pos_embed'] = value[:, -((112 // 2 ** int(match[2])) ** 2) :]
+        elif part == 'norm':
+            out[f'{stage}.2.{rest}'] = value
+        else:
+            number, name = rest.split('.', 1)
+            block, kind = f'{stage}.1.{int(number) + first}', name.rpartition('.')[2]
+            if name.startswith('attn.q.'):
+                other = state[f'block{match[2]}.{number}.attn.kv.{kind}']
+                out[f'{block}.attn.attn.in_proj_{kind}'] = torch.cat((value, other))
+            elif name.startswith('attn.proj.'):
+                out[f'{block}.attn.attn.out_proj.{kind}'] = value
+            elif name.startswith('mlp.dwconv'):
+                out[f'{block}.ffn.layers.1.{kind}'] = value
+            elif name.startswith('mlp.'):
+                layer = 0 if 'fc1' in name else 3 if first else 4
+                out[f'{block}.ffn.layers.{layer}.{kind}'] = value[..., None, None] if kind == 'weight' else value
+            elif not name.startswith('attn.kv.'):
+                out[f'{block}.{name}'] = value
+    return out
+
+
+def swin(width: int, depths: Sequence[int], heads: Sequence[int]) -> State:
+    """Microsoft's names. Norms of the first stages are of detectors."""
+    state = Weights()
+    state.layer('patch_embed.proj', width, 3, 4, 4)
+    state.norm('patch_embed.norm', width)
+    for i, depth in enumerate(depths):
+        for j in range(depth):
+            name = f'layers.{i}.blocks.{j}'
+            state.block(name, width, 4, bias=True)
+            state[f'{name}.attn.relative_position_bias_table'] = state.random(169, heads[i])
+            state[f'{name}.attn.relative_position_index'] = torch.zeros(49, 49, dtype=torch.long)
+        if i < 3:
+            state.norm(f'layers.{i}.downsample.norm', 4 * width)
+            state.layer(f'layers.{i}.downsample.reduction', 2 * width, 4 * width, bias=False)
+            width *= 2
+    state.norm('norm', width)
+    state.layer('head', 10, width)
+    return dict(state)
+
+
+def with_norms_of_maps(state: State) -> State:
+    """A Swin in a detector: one norm for the map of each stage."""
+    norms = Weights(1)
+    for i in range(4):
+        norms.norm(f'norm{i}', state['patch_embed.norm.weight'].numel() * 2**i)
+    return {key: value for key, value in state.items() if not re.match(r'(norm|head)\.', key)} | norms
+
+
+def timms_swin(state: State) -> State:
+    """Patch mergings belong to the stage behind them."""
+    return {
+        re.sub(r'^layers\.(\d)\.downsample', lambda m: f'layers.{int(m[1]) + 1}.downsample', key): value
+        for key, value in state.items()
+    }
+
+
+def mms_swin(state: State) -> State:
+    """MMDetection's and MMPretrain's: merged tokens are counted by channel, row and column."""
+    out = {}
+    for key, value in state.items():
+        if '.downsample.' in key:  # theirs are counted by column, row and channel
+            value = value.unflatten(-1, (2, 2, -1)).movedim((-3, -2, -1), (-1, -2, -3)).flatten(-3)
+        for theirs, ours in {
+            r'^layers\.': 'stages.',
+            r'^norm\.': 'norm3.',
+            r'patch_embed\.proj\.': 'patch_embed.projection.',
+            r'\.attn\.': '.attn.w_msa.',
+            r'\.mlp\.fc1\.': '.ffn.layers.0.0.',
+            r'\.mlp\.fc2\.': '.ffn.layers.1.',
+            r'^head\.': 'head.fc.',
+        }.items():
+            key = re.sub(theirs, ours, key)
+        out[key if key.startswith('head.') else f'backbone.{key}'] = value
+    return out
+
+
+def levit(widths: Sequence[int], key_width: int, heads: Sequence[int], depths: Sequence[int]) -> State:
+    """The authors' names: sub-blocks are numbered through all stages."""
+    state = Weights()
+
+    def with_bn(name: str, out: int, *inputs: int) -> None:
+        state.layer(f'{name}.c', out, *inputs, bias=False)
+        state.norm(f'{name}.bn', out)
+        state.running(f'{name}.bn', out)
+
+    def mlp(width: int) -> None:
+        with_bn(f'blocks.{number}.m.0', 2 * width, width)
+        with_bn(f'blocks.{number}.m.2', width, 2 * width)
+
+    for i in range(4):
+        with_bn(f'patch_embed.{2 * i}', widths[0] >> (3 - i), widths[0] >> (4 - i) if i else 3, 3, 3)
+    number, side = 0, 14
+    for stage, (width, depth) in enumerate(zip(widths, depths, strict=True)):
+        if stage:
+            before = widths[stage - 1]
+            count, name = before // key_width, f'blocks.{number}'
+            with_bn(f'{name}.kv', count * 5 * key_width, before)
+            with_bn(f'{name}.q.1', count * key_width, before)
+            with_bn(f'{name}.proj.1', width, count * 4 * key_width)
+            state[f'{name}.attention_biases'] = state.random(count, side * side)
+            side, number = (side - 1) // 2 + 1, number + 1
+            mlp(width)
+            number += 1
+        for _ in range(depth):
+            count, name = heads[stage], f'blocks.{number}.m'
+            with_bn(f'{name}.qkv', count * 4 * key_width, width)
+            with_bn(f'{name}.proj.1', width, count * 2 * key_width)
+            state[f'{name}.attention_biases'] = state.random(count, side * side)
+            number += 1
+            mlp(width)
+            number += 1
+    for head in ('head', 'head_dist'):
+        state.norm(f'{head}.bn', widths[-1])
+        state.running(f'{head}.bn', widths[-1])
+        state.layer(f'{head}.l', 10, widths[-1])
+    return dict(state)
+
+
+def of_sub_block(key: str, depths: Sequence[int]) -> tuple[int, int, str]:
+    """The stage of a LeViT's sub-block, its number there, and the rest of the key."""
+    number, rest = int(key.split('.')[1]), key.split('.', 2)[2].removeprefix('m.')
+    for stage, depth in enumerate(depths):
+        count = 2 * depth + 2 * (stage > 0)
+        if number < count:
+            return stage, number, rest
+        number -= count
+    raise ValueError(key)
+
+
+def timms_levit(state: State, depths: Sequence[int]) -> State:
+    out = {}
+    for key, value in state.items():
+        name = key.replace('.c.', '.linear.').replace('.l.', '.linear.')
+        if name.startswith('patch_embed.'):
+            name = re.sub(r'^patch_embed\.(\d)', lambda m: f'stem.conv{int(m[1]) // 2 + 1}', name)
+        elif name.startswith('blocks.'):
+            stage, number, rest = of_sub_block(name, depths)
+            rest = re.sub(r'^(q|proj)\.1\.', r'\1.ln.', rest)
+            rest = re.sub(r'^([02])\.', lambda m: f'ln{int(m[1]) // 2 + 1}.', rest)
+            down = stage > 0 and number < 2
+            place = 'downsample' if down else f'blocks.{number // 2 - (stage > 0)}'
+            part = 'mlp' if number % 2 else 'attn_downsample' if down else 'attn'
+            name = f'stages.{stage}.{place}.{part}.{rest}'
+        out[name] = value
+    return out
+
+
+def mmpretrains_levit(state: State, depths: Sequence[int]) -> State:
+    out = {}
+    for key, value in state.items():
+        name = key.replace('.c.', '.linear.').replace('.l.', '.linear.')
+        if name.startswith('patch_embed.'):
+            name = f'backbone.patch_embed.{name.replace(".linear.", ".conv.")}'
+        elif name.startswith('blocks.'):
+            stage, number, rest = of_sub_block(name, depths)
+            rest = re.sub(r'^([02])\.', lambda m: f'linear{int(m[1]) // 2 + 1}.', rest)
+            residual = '' if stage > 0 and number == 0 else 'block.'
+            name = f'backbone.stages.{stage}.{number}.{residual}{rest}'
+        else:
+            name = f'head.{name}'
+        out[name] = value
+    return out
 
 
 def sines(positions: int, channels: int) -> Tensor:
@@ -115,22 +372,29 @@ def sines(positions: int, channels: int) -> Tensor:
 
 
 def resized(table: Tensor, side: int) -> Tensor:
-    """As T2T-ViT's code resizes it for fine-tuning: bilinear, without the class token's row."""
+    """As T2T-ViT's code resizes it for fine-tuning: bicubic, without the class token's row."""
     before = round((table.shape[1] - 1) ** 0.5)
     grid = table[:, 1:].transpose(1, 2).unflatten(2, (before, before))
-    grid = F.interpolate(grid, (side, side), mode='bilinear').flatten(2).transpose(1, 2)
+    grid = F.interpolate(grid, (side, side), mode='bicubic').flatten(2).transpose(1, 2)
     return torch.cat((table[:, :1], grid), 1)
 
 
-def t2t(width: int = 256, depth: int = 7, ratio: int = 2, performer: bool = True, table: Tensor | None = None) -> State:
-    """The names of T2T-ViT's authors."""
+def t2t(
+    width: int = 256,
+    depth: int = 7,
+    ratio: int = 2,
+    performer: bool = True,
+    table: Tensor | None = None,
+    kind: str = 'layer',
+) -> State:
+    """The names of T2T-ViT's authors; with ``kind='un'``, of those of UN."""
     state = Weights()
     state.position('cls_token', 1, 1, width)
     state['pos_embed'] = sines(197, width) if table is None else table
     for i, inputs in ((1, 147), (2, 576)):
         name = f'tokens_to_token.attention{i}'
-        state.norm(f'{name}.norm1', inputs)
-        state.norm(f'{name}.norm2', 64)
+        state.norm(f'{name}.norm1', inputs, kind)
+        state.norm(f'{name}.norm2', 64, kind)
         if performer:
             state[f'{name}.w'] = nn.init.orthogonal_(torch.empty(32, 64)) * 32**0.5
             state.layer(f'{name}.kqv', 192, inputs)
@@ -142,89 +406,7 @@ def t2t(width: int = 256, depth: int = 7, ratio: int = 2, performer: bool = True
             state.layer(f'{name}.{theirs}', 64, 64)
     state.layer('tokens_to_token.project', width, 576)
     for i in range(depth):
-        state.block(f'blocks.{i}', width, ratio, bias=False)
-    state.norm('norm', width)
+        state.block(f'blocks.{i}', width, ratio, False, kind)
+    state.norm('norm', width, kind)
     state.layer('head', 10, width)
     return dict(state)
-
-
-def authors_norm(heads: int, side: int = 14, pool: int = 1) -> Norm:
-    """The dense DTN of the authors, with the tensors of one layer."""
-
-    def norm(x: Tensor, state: State, name: str) -> Tensor:
-        layer = AuthorsDTN(x.shape[-1], heads, side, pool).double()
-        layer.shift = layer.shift.double()
-        own = {key.removeprefix(f'{name}.'): value for key, value in state.items() if key.startswith(f'{name}.')}
-        layer.load_state_dict(own)
-        return layer(x)
-
-    return norm
-
-
-def dtn_of_stage(stage: int) -> Norm:
-    return authors_norm((4, 4, 5)[stage - 1], 112 // 2**stage, (4, 2, 1)[stage - 1])
-
-
-def _authors_vit(name: str, width: int, heads: int) -> Case:
-    compute = partial(arithmetic.vit, heads=heads, eps=1e-5, cls_from=10, dtn=authors_norm(heads))
-    says = ("'other_norm_cfg': {'type': 'LN', 'eps': 1e-05}",)
-    return Case(f'DTN ViT-{name}', partial(vit, width, of_dtn=heads), compute, (name, '--from', 'dtn'), says)
-
-
-def _layer_vit(name: str, width: int, heads: int) -> Case:
-    compute = partial(arithmetic.vit, heads=heads, eps=1e-5, cls_from=10)
-    says = ('dtn-vit-ln', "'cls_from': 10", 'gnorm')
-    return Case(f'DTN authors ViT-{name}, LN', partial(vit, width), compute, (name,), says)
-
-
-def _timm_vit(name: str, width: int, heads: int) -> Case:
-    compute = partial(arithmetic.vit, heads=heads, eps=1e-6)
-    return Case(f'DeiT-{name}', partial(vit, width, bias=True), compute, (name,))
-
-
-def _t2t(name: str, width: int, depth: int, heads: int, ratio: int = 3, **others: Any) -> Case:
-    state = partial(t2t, width, depth, ratio, performer=not name.startswith('t-'), **others)
-    return Case(f'T2T-ViT-{name}', state, partial(arithmetic.t2t, heads=heads, depth=depth), (name,))
-
-
-def _t2t_with_other_positions(name: str, table: Tensor, side: int, *says: str) -> Case:
-    compute = partial(arithmetic.t2t, heads=4, depth=7)
-    return Case(f'T2T-ViT-7, {name}', partial(t2t, table=table), compute, ('7',), says, side)
-
-
-CASES = [
-    *(_t2t('7', 256, 7, 4, ratio=2), _t2t('10', 256, 10, 4, ratio=2), _t2t('12', 256, 12, 4, ratio=2)),
-    *(_t2t('14', 384, 14, 6), _t2t('14-resnext', 384, 14, 32), _t2t('14-wide', 768, 4, 12)),
-    *(_t2t('19', 448, 19, 7), _t2t('24', 512, 24, 8), _t2t('t-14', 384, 14, 6)),
-    _t2t_with_other_positions('sines at 288 px', sines(325, 256), 288, "'img_size': 288"),
-    _t2t_with_other_positions('resized to 288 px', resized(sines(197, 256), 18), 288, "'learned_positions': True"),
-    _t2t_with_other_positions(
-        'learned positions',
-        (torch.randn(1, 197, 256, generator=torch.Generator().manual_seed(2)) * 256).round() / 4096,
-        224,
-        "'learned_positions': True",
-    ),
-    *(_authors_vit(*size) for size in (('t*', 192, 4), ('s', 384, 6), ('s*', 432, 9), ('b', 768, 12), ('b*', 768, 16))),
-    *(_layer_vit(*size) for size in (('t', 192, 3), ('t*', 192, 4), ('s', 384, 6), ('s*', 432, 9), ('b*', 768, 16))),
-    *(_timm_vit(*size) for size in (('t', 192, 3), ('s', 384, 6))),
-    Case('PVT-tiny', pvt, partial(arithmetic.pvt, heads=(1, 2, 5, 8)), ('tiny',), ('--from dtn',)),
-    Case(
-        'DTN authors PVT-tiny, LN',
-        pvt,
-        partial(arithmetic.pvt, heads=(4, 4, 5, 8)),
-        ('tiny', '--from', 'dtn'),
-        ("'num_heads': (4, 4, 5, 8)",),
-    ),
-    Case(
-        'PVT-small',
-        partial(pvt, (3, 4, 6, 3)),
-        partial(arithmetic.pvt, heads=(1, 2, 5, 8), depths=(3, 4, 6, 3)),
-        ('small',),
-    ),
-    Case(
-        'DTN PVT-tiny',
-        partial(pvt, of_dtn=(4, 4, 5)),
-        partial(arithmetic.pvt, heads=(4, 4, 5, 8), dtn=dtn_of_stage),
-        ('tiny',),
-    ),
-]

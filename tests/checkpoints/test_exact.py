@@ -1,70 +1,48 @@
 """In float64, our model computes what the published arithmetic makes of a file, and wrong models are refused.
 
-``python -m pytest tests/checkpoints/test_exact.py -s`` prints the largest difference for each file.
+``python -m tests.checkpoints.cases`` prints the largest difference for each file.
 """
 
-import sys
+from argparse import Namespace
 from functools import partial
 
 import pytest
 import torch
-from mmengine.registry import MODELS
 
 from mmdtn import checkpoints
 from mmdtn.backbones import PVTDTN, T2TViTDTN, ViTDTN
-from tools.model_converters import convert
 
-from . import arithmetic, files
+from . import arithmetic, cases, files
+from .cases import converted, images
 from .published import AUTHORS
 
 LN = dict(type='LN')
+BY_SIZE = [pytest.param(case, id=case.name, marks=[pytest.mark.exhaustive] * case.large) for case in cases.CASES]
+DVTS = [
+    pytest.param(name, reuse, marks=[pytest.mark.exhaustive] * ((name, reuse) != ('t2t-12', 'both')))
+    for name in cases.dvt.MODELS
+    for reuse in cases.dvt.REUSES
+]
 
 
-@pytest.fixture
-def through_the_command(tmp_path, monkeypatch, capsys):
-    """The model that ``convert.py FILE --to NAME`` writes, in float64, and what the command printed."""
-
-    def run(state, *arguments):
-        source, out = tmp_path / 'theirs.pth', tmp_path / 'ours.pth'
-        torch.save(dict(model=state), source)
-        monkeypatch.setattr(sys, 'argv', ['convert.py', *map(str, (source, *arguments, '--out', out))])
-        convert.main()
-        settings = checkpoints.backbone_settings(checkpoints.load(str(out)))
-        model = MODELS.build(dict(settings, init_cfg=dict(type='Pretrained', checkpoint=str(out))))
-        model.init_weights()
-        return model.eval().double(), capsys.readouterr().out
-
-    return run
-
-
-def largest_difference(model, expected, images):
-    (got,) = model(images)
-    return (got - expected).abs().max().item()
-
-
-def images(side=224):
-    return torch.randn(1, 3, side, side, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-
-
-@pytest.mark.parametrize('case', files.CASES, ids=lambda case: case.name)
-@torch.no_grad()
-def test_a_converted_file_computes_the_published_arithmetic(case, through_the_command):
-    state = case.state()
-    model, said = through_the_command(state, '--to', *case.to)
-    expected = case.compute(images(case.side), {key: value.double() for key, value in state.items()})
-    difference = largest_difference(model, expected, images(case.side))
-    print(f'{case.name:<24} {difference:.1e}')
+@pytest.mark.parametrize('case', BY_SIZE)
+def test_a_converted_file_computes_the_published_arithmetic(case, tmp_path):
+    difference, said = cases.largest_difference(case, tmp_path)
     assert difference < 1e-11
     for words in case.says:
         assert words in said
 
 
+@pytest.mark.parametrize(('name', 'reuse'), DVTS)
+def test_a_dvt_computes_the_published_arithmetic(name, reuse):
+    assert cases.largest_difference_of_dvt(name, reuse) < 1e-11
+
+
 @torch.no_grad()
 def test_an_eps_of_1e_6_would_be_another_model():
-    state = files.vit(192, of_dtn=4)
-    double = {key: value.double() for key, value in state.items()}
-    norms = dict(dtn=files.authors_norm(4))
-    a, b = (arithmetic.vit(images(), double, 4, eps, cls_from=10, **norms) for eps in (1e-5, 1e-6))
+    state = cases.double(files.vit(192, kind='dtn', heads=4))
+    inside = cases.authors_norm(4)
+    a, b = (arithmetic.vit(images(), state, 4, eps, cls_from=10, inside=inside) for eps in (1e-5, 1e-6))
     assert (a - b).abs().max() > 1e-6
 
 
@@ -72,14 +50,14 @@ def test_an_eps_of_1e_6_would_be_another_model():
     ('state', 'model', 'words'),
     [
         (
-            lambda: files.vit(192, of_dtn=4),
+            lambda: files.vit(192, kind='dtn', heads=4),
             lambda: ViTDTN('t*', norm_cfg=dict(AUTHORS, eps=1e-6)),
             'norm1.*1e-05.*1e-06',
         ),
         (
-            lambda: files.vit(192, of_dtn=4),
+            lambda: files.vit(192, kind='dtn', heads=4),
             lambda: ViTDTN('t*', norm_cfg=AUTHORS, other_norm_cfg=dict(LN, eps=1e-6)),
-            r'blocks\.10\..*eps=1e-05 .*eps=1e-06 .*other_norm_cfg',
+            r'blocks\.10\..*eps=1e-05.*eps=1e-06.*other_norm_cfg',
         ),
         (lambda: files.vit(192, bias=True), lambda: ViTDTN('t', norm_cfg=dict(LN, eps=1e-5)), 'eps=1e-06 .*eps=1e-05 '),
         (
@@ -92,6 +70,13 @@ def test_an_eps_of_1e_6_would_be_another_model():
 def test_another_eps_is_refused(state, model, words):
     with pytest.raises(ValueError, match=words):
         checkpoints.translate(state(), model())
+
+
+def test_a_config_with_another_eps_is_refused_by_the_command(tmp_path):
+    config = tmp_path / 'vit.py'
+    config.write_text("model = dict(type='ViTDTN', arch='t*', norm_cfg=dict(type='LN'), cls_from=10)\n")
+    with pytest.raises(SystemExit, match=r'eps=1e-05.* LayerNorm\(.*eps=1e-06'):
+        converted(dict(state_dict=files.vit(192)), tmp_path, str(config))
 
 
 @pytest.mark.parametrize(
@@ -155,10 +140,10 @@ LAYER = dict(norm_cfg=dict(LN, eps=1e-5))
             'class position',
         ),
         (
-            partial(files.vit, 192, of_dtn=4),
+            partial(files.vit, 192, kind='dtn', heads=4),
             lambda: ViTDTN('t*', norm_cfg=AUTHORS, cls_from=0),
             'auto',
-            'behind the 10 blocks',
+            'from block 10 on.*before block 0.*cls_from=10',
         ),
         (
             files.pvt,
@@ -179,8 +164,120 @@ def test_another_class_token_and_other_heads_are_refused(state, model, source, w
         checkpoints.translate(state(), model(), source)
 
 
-@pytest.mark.parametrize('norm', ['GN', 'IN'])
-def test_the_target_says_which_norm_a_file_of_the_dtn_authors_has(norm):
-    model = ViTDTN('s*', norm_cfg=dict(type=norm), cls_from=10, other_norm_cfg=dict(LN, eps=1e-5))
+@pytest.mark.parametrize('norm_cfg', [dict(type='GN'), dict(type='IN', unbiased=True)])
+def test_the_target_says_which_norm_a_file_of_the_dtn_authors_has(norm_cfg):
+    model = ViTDTN('s*', norm_cfg=norm_cfg, cls_from=10, other_norm_cfg=dict(LN, eps=1e-5))
     _, report = checkpoints.translate(files.vit(432), model)
     assert 'norms are those of the target' in str(report)
+
+
+def vit(norm_cfg, **options):
+    return lambda: ViTDTN('t*', norm_cfg=norm_cfg, other_norm_cfg=dict(LN, eps=1e-5), **(dict(cls_from=10) | options))
+
+
+def pvt(norm_cfg, **arch):
+    return lambda: PVTDTN(dict(dict(base='tiny', num_heads=(4, 4, 5, 8)), **arch), norm_cfg, out_type='cls_token')
+
+
+@pytest.mark.parametrize(
+    ('state', 'model', 'words'),
+    [
+        (partial(files.vit, 192), vit(dict(type='IN')), r'unbiased=True.* TokenIN\(192\)'),
+        (partial(files.vit, 192), vit(dict(type='GN', num_groups=2)), 'heads of the attention.*num_groups=2'),
+        (partial(files.vit, 192), vit(dict(type='GN'), dtn_layers=8, cls_from=10), 'cls_from=8'),
+        (partial(files.vit, 192, kind='scale'), vit(dict(type='RMSNorm')), 'ScaleNorm.*RMSNorm'),
+        (partial(files.vit, 192, kind='scale'), vit(dict(type='ScaleNorm', eps=1e-6)), 'eps=1e-05.*eps=1e-06'),
+        (partial(files.vit, 192, kind='scale'), vit(dict(type='ScaleNorm'), cls_from=0), 'cls_from=10'),
+        (partial(files.vit, 192, kind='batch'), vit(dict(type='RepBN')), "'BN'.*RepBN"),
+        (partial(files.vit, 192, kind='batch'), vit(LN), "'BN'.*LayerNorm"),
+        (partial(files.vit, 192, kind='power'), vit(dict(type='PowerNorm', num_groups=8)), 'num_groups=8'),
+        (partial(files.vit, 192, kind='dtn_var', heads=4), vit(AUTHORS), 'mean_lambda=1.0.*DTN'),
+        (partial(files.vit, 192, kind='dtn', heads=4), vit(dict(AUTHORS, mean_lambda=1.0)), 'DTN.*mean_lambda=1.0'),
+        (
+            partial(files.vit, 192, kind='dtn', heads=4),
+            vit(dict(AUTHORS, prenorm=False)),
+            'prenorm=True.*prenorm=False',
+        ),
+        (partial(files.pvt, kind='scale'), pvt(dict(type='BN')), 'ScaleNorm.*TokenBN'),
+        (partial(files.pvt, kind='power'), pvt(dict(type='PowerNorm'), norm_heads=(2, 4, 5, 8)), 'num_groups=2'),
+        (partial(files.pvt, kind='batch'), pvt(dict(type='BN'), num_heads=(1, 2, 5, 8)), '4 heads .* but 1 '),
+        (partial(files.t2t, kind='un'), lambda: T2TViTDTN('7', norm_cfg=LN), "'UN'.*LayerNorm"),
+        (partial(files.t2t, kind='un'), lambda: T2TViTDTN('7', norm_cfg=dict(type='UN')), 'UN.*LayerNorm'),
+    ],
+)
+def test_another_norm_is_refused(state, model, words):
+    with pytest.raises(ValueError, match=words):
+        checkpoints.translate(state(), model())
+
+
+@pytest.mark.parametrize(
+    ('state', 'arguments', 'words'),
+    [
+        (partial(files.vit, 192), ['t*'], '--norm LN or --norm IN or --norm GN'),
+        (files.pvt, ['tiny', '--from', 'dtn'], '--norm LN or --norm IN or --norm GN'),
+        (partial(files.plain_vit, 192), ['t'], '--norm LN'),
+        (partial(files.plain_vit, 192), ['t', '--norm', 'GN'], '--norm GN is not'),
+        (partial(files.plain_vit, 192, 'batch'), ['t', '--norm', 'LN'], 'bn.running_var.*in both places'),
+        (partial(files.vit, 192, kind='scale'), ['t*', '--norm', 'LN'], 'by its tensors'),
+        (partial(files.vit, 192, bias=True), ['t', '--norm', 'LN'], 'by its tensors'),
+        (partial(files.vit, 192, kind='dtn', heads=4, inside=12), ['t*'], 'before block 12'),
+    ],
+)
+def test_convert_asks_for_what_a_file_does_not_tell(state, arguments, words, tmp_path):
+    with pytest.raises(SystemExit, match=words):
+        converted(dict(state_dict=state()), tmp_path, *arguments)
+
+
+@pytest.mark.parametrize(
+    ('model', 'norm_type', 'arguments', 'words'),
+    [
+        ('vit_norm_ti_star', 'gnorm', ['t*', '--norm', 'LN'], "'GN'.*arguments"),
+        ('vit_norm_ti_star', 'layer', ['t'], '4 heads, not 3'),
+    ],
+)
+def test_arguments_of_the_training_go_before_what_is_said(model, norm_type, arguments, words, tmp_path):
+    args = Namespace(model=model, norm_type=norm_type, local_up_to_layer=10)
+    with pytest.raises(SystemExit, match=words):
+        converted(dict(state_dict=files.vit(192), args=args), tmp_path, *arguments)
+
+
+def test_a_model_takes_a_training_file_only_with_its_norm(tmp_path):
+    """By the arguments in the file: with other norms the same tensors fit."""
+    args = Namespace(model='pvt_tiny_norm', norm_type='gnorm')
+    torch.save(dict(state_dict=files.pvt(), args=args), tmp_path / 'theirs.pth')
+    init_cfg = dict(type='Pretrained', checkpoint=str(tmp_path / 'theirs.pth'))
+    arch = dict(base='tiny', num_heads=(4, 4, 5, 8))
+    PVTDTN(arch, dict(type='GN'), out_type='cls_token', init_cfg=init_cfg).init_weights()
+    with pytest.raises(ValueError, match=r'TokenGN.*not LayerNorm'):
+        PVTDTN(arch, LN, out_type='cls_token', init_cfg=init_cfg).init_weights()
+
+
+def test_float16_files_add_positions_to_the_class_token_in_full_precision():
+    state = {key: value.half() for key, value in files.vit(192, bias=True).items()}
+    state['cls_token'] += 1  # more digits than half precision has for the sum
+    ours, _ = checkpoints.translate(state, ViTDTN('t', norm_cfg=LN))
+    assert torch.equal(ours['cls_token'][:, 0], state['cls_token'].float() + state['pos_embed'][:, :1].float())
+
+
+def test_files_of_t2t_vits_transfer_learning_are_read(tmp_path):
+    state = files.t2t(kind='un')
+    torch.save(
+        dict(net={f'module.{key}': value for key, value in state.items()}, acc=98.3, epoch=3), tmp_path / 'a.pth'
+    )
+    norm_cfg = dict(type='UN')
+    ours, _ = checkpoints.translate(
+        checkpoints.read(tmp_path / 'a.pth'), T2TViTDTN('7', norm_cfg=norm_cfg, other_norm_cfg=norm_cfg)
+    )
+    for part, theirs in dict(squares='buffer_x2', grads='buffer_gz', psi='ema_gz', phi='running_var').items():
+        assert torch.equal(ours[f'blocks.3.norm2.{part}'], state[f'blocks.3.norm2.{theirs}'])
+    assert (ours['norm.count'], ours['norm.skipped']) == (5000, 3)
+
+
+def test_the_head_of_the_dtn_authors_plain_vit():
+    """Its classifier is the second part of ``mlp_head``, whose first is the last norm."""
+    whole = torch.nn.Module()
+    whole.backbone = ViTDTN('t', norm_cfg=dict(LN, eps=1e-5))
+    whole.head = torch.nn.ModuleDict(dict(fc=torch.nn.Linear(192, 10)))
+    state = files.plain_vit(192)
+    ours, report = checkpoints.translate(state, whole)
+    assert torch.equal(ours['head.fc.weight'], state['mlp_head.1.weight']) and not report.kept and not report.dropped

@@ -5,8 +5,9 @@ import sys
 import pytest
 import torch
 from mmengine.config import Config
+from mmengine.registry import MODELS
 
-from mmdtn.backbones import PVTDTN, SwinDTN, ViTDTN
+from mmdtn.backbones import PVTDTN, SwinDTN, T2TViTDTN, ViTDTN
 from mmdtn.checkpoints import backbone_settings, load
 from tools.model_converters import convert
 
@@ -76,6 +77,48 @@ def test_a_training_checkpoint(tmp_path):
     model.init_weights()
     with pytest.raises(ValueError, match='eps=1e-05, not 1e-06'):
         start(SwinDTN, str(tmp_path / 'epoch_1.pth'), arch='tiny', norm_cfg=dict(plain, eps=1e-6))
+
+
+def own(tmp_path, backbone):
+    """A file with the config of its backbone."""
+    model = MODELS.build(backbone)
+    model.init_weights()
+    cfg = Config(dict(model=backbone)).pretty_text
+    torch.save(dict(meta=dict(cfg=cfg), state_dict=model.state_dict()), tmp_path / 'own.pth')
+    return dict(type='Pretrained', checkpoint=str(tmp_path / 'own.pth'))
+
+
+def test_the_image_size_of_computed_positions(tmp_path):
+    """No tensor tells it: the table of T2T-ViT is in no file of ours."""
+    small = dict(arch=dict(base='7', width=32, depth=3, num_heads=2), norm_cfg=dict(type='LN'))
+    init_cfg = own(tmp_path, dict(type='T2TViTDTN', img_size=96, **small))
+    T2TViTDTN(img_size=96, init_cfg=init_cfg, **small).init_weights()
+    T2TViTDTN(img_size=64, init_cfg=dict(init_cfg, resize=True), **small).init_weights()
+    with pytest.raises(ValueError, match='6 x 6 tokens, not 4 x 4'):
+        T2TViTDTN(img_size=64, init_cfg=init_cfg, **small).init_weights()
+
+
+@pytest.mark.parametrize(
+    ('before', 'after', 'words'),
+    [
+        (dict(type='BN'), dict(type='BN', eps=1e-3), r'norm1 is TokenBN\(.*not TokenBN\(24, eps=0\.001'),
+        (dict(type='ScaleNorm'), dict(type='RMSNorm'), 'ScaleNorm.*not RMSNorm'),
+        (dict(type='GN'), dict(type='GN', num_groups=2), 'TokenGN.*num_groups=3.*num_groups=2'),
+        (dict(type='IN'), dict(type='LN'), 'TokenIN.*not LayerNorm'),
+        (dict(type='DTN', mean_lambda=0.0), dict(type='DTN', mean_lambda=1.0), 'mean_lambda=0.0.*mean_lambda=1.0'),
+        (dict(type='DTN'), dict(type='DTN', pool_second_moment=False), None),  # cells are tokens
+        (dict(type='PowerNorm'), dict(type='PowerNorm', warmup_iters=3000, sync=False), None),
+    ],
+)
+def test_other_norms(tmp_path, before, after, words):
+    """What training alone uses may differ."""
+    small = dict(arch=dict(width=24, depth=3, num_heads=3, mlp_ratio=1), img_size=64, patch_size=16)
+    init_cfg = own(tmp_path, dict(type='ViTDTN', norm_cfg=before, **small))
+    model = ViTDTN(norm_cfg=after, init_cfg=init_cfg, **small)
+    if words is None:
+        return model.init_weights()
+    with pytest.raises(ValueError, match=words):
+        model.init_weights()
 
 
 @pytest.mark.parametrize('text', ["model = dict(type=print('run'))", 'model = [', 'a.b = 1', "model = 'no'", ''])

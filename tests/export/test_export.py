@@ -259,6 +259,22 @@ def test_classifier(tmp_path):
     assert np.ptp(found['scores']) > 0.01
 
 
+@pytest.mark.slow
+def test_eps_goes_into_the_file(tmp_path):
+    """The outputs of a model whose eps is far from the default are those of the file."""
+    eps = "norm_cfg=dict(type='DTN', eps=0.3), other_norm_cfg=dict(type='LN', eps=0.2)"
+    config, checkpoint = small.write(tmp_path, small.CLASSIFIER.replace("type='ViTDTN',", f"type='ViTDTN', {eps},"))
+    export([config, checkpoint, '--out', str(tmp_path / 'model.onnx')])
+    image = np.random.default_rng(0).uniform(0, 255, (1, 3, 64, 64)).astype(np.float32)
+    session = onnxruntime.InferenceSession(tmp_path / 'model.onnx')
+    (found,) = session.run(None, {session.get_inputs()[0].name: image})
+    model = load(config, checkpoint).model
+    mean, std = (torch.tensor(v).view(3, 1, 1) for v in ([123.7, 116.3, 103.5], [58.4, 57.1, 57.4]))
+    with torch.no_grad():
+        want = model((torch.from_numpy(image) - mean) / std).softmax(1)
+    np.testing.assert_allclose(found, want.numpy(), rtol=1e-3, atol=1e-4)
+
+
 def test_one_size(tmp_path):
     config, checkpoint = small.write(tmp_path, small.LEVIT)
     with pytest.raises(SystemExit, match=r'--size H W.*64 x 64'):

@@ -32,6 +32,7 @@ from mmdtn.evaluation import imagenet_folders
 from tools.dataset_converters import make_listops
 
 from ..checkpoints import published
+from ..checkpoints.files import vit as vit_of_dtns_authors
 from ..pages import REPO, commands
 from ..training import run_command, write_detector
 
@@ -52,10 +53,11 @@ def cases():
 def place(tmp_path_factory):
     """Creates a directory of links to the repository, with data, weights and finished runs."""
     folder = tmp_path_factory.mktemp('newcomer')
-    for name in ('configs', 'tools', 'requirements', 'mmdtn', 'Makefile', 'setup.py'):
+    for name in ('configs', 'tools', 'requirements', 'mmdtn', 'tests', 'Makefile', 'setup.py'):
         (folder / name).symlink_to(REPO / name)
     for name, make in dict(pvt_tiny=published.pvt, levit_128s=published.levit, t2t_vit_t_14=published.t2t).items():
         torch.save(make().file, folder / f'{name}.pth')
+    torch.save(vit_of_dtns_authors(384), folder / 'vit_norm_s.pth')
     return folder
 
 

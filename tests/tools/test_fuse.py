@@ -94,6 +94,24 @@ def test_a_classifier(tmp_path, classifier, capsys):
         main([str(foreign), str(tmp_path / 'foreign.pth'), '--out', str(tmp_path / 'none.pth')])
 
 
+def test_the_eps_of_norms_that_stay_and_of_those_that_go_is_kept(tmp_path):
+    backbone = dict(
+        type='mmengine.ViTDTN', arch=dict(width=24, depth=2, num_heads=3, mlp_ratio=2), dtn_layers=1, cls_from=1,
+        img_size=64, norm_cfg=dict(type='BN', eps=0.3), other_norm_cfg=dict(type='LN', eps=0.2),
+    )  # fmt: skip
+    config, checkpoint, out = (tmp_path / name for name in ('vit.py', 'vit.pth', 'fused.pth'))
+    config.write_text(f"default_scope = 'mmengine'\ncustom_imports = dict(imports=['mmdtn'])\nmodel = {backbone}\n")
+    one = MODELS.build(backbone)
+    one.init_weights()
+    torch.save(one.state_dict(), checkpoint)
+    main([str(config), str(checkpoint), '--out', str(out), '--shape', '64', '64', '--repeats', '1'])
+    other = build(out.with_suffix('.py'))
+    other.load_state_dict(checkpoints.read(out))
+    assert {m.eps for m in other.modules() if isinstance(m, torch.nn.LayerNorm)} == {0.2}
+    x = torch.randn(2, 3, 64, 64)
+    torch.testing.assert_close(other.eval()(x), one.eval()(x), rtol=1e-4, atol=1e-5)
+
+
 def test_a_model_of_one_size_and_channel_is_compared_there(tmp_path, capsys):
     config = tmp_path / 'levit.py'
     arch = 'dict(widths=(16, 16, 24), key_width=8, num_heads=(2, 2, 3), depths=(1, 1, 1), drop_path_rate=0.0)'

@@ -23,6 +23,7 @@ from mmdtn.datasets import write_classification, write_coco
 from mmdtn.engine.hooks import StopOnNonFiniteHook
 from mmdtn.engine.launch import add_runtime
 from mmdtn.errors import UserError
+from mmdtn.models import build, read_config
 from tests.training import REPO, run_command, run_tool, write_classifier, write_detector
 from tools.analysis_tools import browse_dataset
 from tools.train import RUNTIME, configure, main, parse_args
@@ -528,6 +529,16 @@ def test_weights_start_a_new_training_and_wrong_shapes_are_named(tmp_path, data)
     torch.save(dict(state_dict=dict(strange=torch.zeros(2))), other)
     with pytest.raises(SystemExit, match=r'pth.*strange'):
         main([str(config), '--work-dir', str(tmp_path / 'fourth'), '--weights', str(other)])
+
+
+def test_weights_of_a_model_with_another_eps_are_refused(tmp_path, classifier):
+    cfg = read_config(classifier)
+    weights = build(cfg).state_dict()
+    file, arguments = tmp_path / 'weights.pth', [str(classifier), '--work-dir', str(tmp_path / 'work'), '--weights']
+    cfg.model.backbone.norm_cfg = dict(type='DTN', eps=1e-3)
+    torch.save(dict(state_dict=weights, meta=dict(cfg=cfg.pretty_text)), file)
+    with pytest.raises(SystemExit, match=r'norm1 has eps=0\.001, not 1e-05'):
+        main([*arguments, str(file)])
 
 
 def test_weights_stand_back_where_there_is_something_to_resume(tmp_path, classifier):

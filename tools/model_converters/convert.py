@@ -9,6 +9,7 @@ Example:
 """
 
 import argparse
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,6 @@ import mmdtn
 from mmdtn import checkpoints
 from mmdtn.backbones.base import Backbone
 from mmdtn.backbones.pvt import DTN_HEADS, STAGES
-from mmdtn.checkpoints.dtn import NORM_CFG as DTN_AUTHORS
 from mmdtn.checkpoints.format import State
 from mmdtn.checkpoints.formats import FORMATS, recognise
 from mmdtn.checkpoints.translation import split
@@ -31,6 +31,11 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument('--from', dest='format', choices=checkpoints.CHOICES, default='auto')
     parser.add_argument('--to', required=True, help="a config, or the name of an architecture such as 'tiny' or 's*'")
     parser.add_argument('--out', required=True, type=Path)
+    parser.add_argument(
+        '--norm',
+        choices=('LN', 'IN', 'GN'),
+        help="normaliser of the file's blocks, for files of the DTN authors that do not tell it",
+    )
     parser.add_argument(
         '--warm-start',
         nargs='?',
@@ -51,10 +56,10 @@ def from_config(path: str) -> Config:
     return cfg
 
 
-def from_arch(name: str, state: State, said: str, warm_start: bool) -> Config:
+def from_arch(args: argparse.Namespace, state: State, told: dict[str, Any]) -> Config:
     """Returns a config of the backbone that computes the same as the model of the checkpoint."""
     theirs = split(state)[0]
-    file = recognise(theirs, said)
+    file = recognise(theirs, args.format)
     kind = FORMATS[file]
     if kind.is_own:
         raise ValueError(
@@ -62,18 +67,36 @@ def from_arch(name: str, state: State, said: str, warm_start: bool) -> Config:
         )
     if kind.out_type is None:
         raise ValueError(f'A {file} file needs --to CONFIG: it holds a whole model, a {kind.backbone}.')
-    norm_cfg = kind.norm_cfg
-    arch: Any = name
-    options: dict[str, Any] = dict(out_type=kind.out_type, **kind.settings(theirs))
-    if kind.backbone == 'PVTDTN' and norm_cfg != DTN_AUTHORS:
-        arch = dict(base=name, num_heads=tuple(kind.heads(f'stages.{i}.blocks.0.attn', {}) for i in range(STAGES)))
-    if warm_start and norm_cfg != DTN_AUTHORS:
-        norm_cfg = dict(type='DTN', prenorm=False, eps=kind.eps('blocks.0.norm1', {}) or 1e-5)
+    arch: Any = args.to
+    warm_start = args.warm_start is not None
+    options: dict[str, Any] = dict(norm_cfg=kind.norm_cfg, out_type=kind.out_type) | kind.settings(theirs)
+    options |= {name: value for name, value in told.items() if name not in ('type', 'arch')}
+    if args.norm is not None:
+        options['norm_cfg'] = _choice(args.norm, kind.choices, told, file)
+    elif kind.choices and not told and not warm_start:  # a warm start is from LayerNorm
+        raise ValueError(
+            f'A {file} file does not tell its normaliser: layer, insnorm and gnorm have the same tensors there. Say it '
+            f'with {" or ".join(f"--norm {name}" for name in kind.choices)}.'
+        )
+    has_dtn = options['norm_cfg'] is not None and options['norm_cfg']['type'] == 'DTN'
+    if kind.backbone == 'PVTDTN' and not has_dtn:
+        arch = dict(base=args.to, num_heads=tuple(kind.heads(f'stages.{i}.blocks.0.attn', {}) for i in range(STAGES)))
+    if warm_start and not has_dtn:
+        options['norm_cfg'] = dict(type='DTN', prenorm=False, eps=kind.eps('blocks.0.norm1', {}) or 1e-5)
         if kind.backbone == 'PVTDTN':
             arch |= dict(norm_heads=DTN_HEADS)
         elif kind.backbone in ('ViTDTN', 'T2TViTDTN'):
             options.setdefault('cls_from', 0)  # the class token starts at the first block, as in the file
-    return Config(dict(model=dict(type=kind.backbone, arch=arch, norm_cfg=norm_cfg, **options)))
+    return Config(dict(model=dict(type=kind.backbone, arch=arch, **options)))
+
+
+def _choice(said: str, choices: Mapping[str, Any], told: Mapping[str, Any], file: str) -> Any:
+    """Returns the ``norm_cfg`` that ``--norm`` selects."""
+    if said not in choices or (told and told['norm_cfg'] != choices[said]):
+        tells = f"{told['norm_cfg']}, by its training's arguments" if told else 'by its tensors'
+        fits = f'; it may be one of {", ".join(choices)}' if choices and not told else ''
+        raise ValueError(f'--norm {said} is not the normaliser of this {file} file, which tells its own {tells}{fits}.')
+    return choices[said]
 
 
 def main() -> None:
@@ -81,10 +104,9 @@ def main() -> None:
     try:
         checkpoint = checkpoints.load(args.source)
         state, settings = checkpoints.state_of(checkpoint, args.source), checkpoints.backbone_settings(checkpoint)
-        if args.to.endswith('.py'):
-            cfg = from_config(args.to)
-        else:
-            cfg = from_arch(args.to, state, args.format, args.warm_start is not None)
+        source, told = checkpoints.settings_by_arguments(checkpoint) or ('auto', {})
+        args.format = source if args.format == 'auto' else args.format
+        cfg = from_config(args.to) if args.to.endswith('.py') else from_arch(args, state, told)
         model = build(cfg)
         converted, report = checkpoints.translate(
             state, model, args.format, args.warm_start, args.resize, settings=settings

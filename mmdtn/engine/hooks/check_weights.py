@@ -7,6 +7,9 @@ from mmengine.runner import Runner
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from mmdtn.backbones.base import Backbone
+from mmdtn.checkpoints import backbone_settings
+from mmdtn.checkpoints.origin import check_origin
 from mmdtn.errors import UserError
 from mmdtn.norms import start_new_task
 
@@ -19,7 +22,8 @@ class CheckWeightsHook(Hook):
     """Hook that rejects a checkpoint that does not fit the model.
 
     A checkpoint does not fit if it lacks parameters, if shapes differ, or if it has DTN parameters that the model
-    lacks. MMEngine only logs a warning in these cases, and the metrics then look like those of a bad model.
+    lacks. If the checkpoint contains a config, its backbone must also have the same eps, heads and class token.
+    MMEngine only logs a warning in these cases, and the metrics then look like those of a bad model.
     """
 
     priority = 'VERY_HIGH'
@@ -29,9 +33,10 @@ class CheckWeightsHook(Hook):
         model = runner.model
         if is_model_wrapper(model) and not isinstance(model, DistributedDataParallel):
             return  # the parameters are sharded
+        model = getattr(model, 'module', model)  # unwraps DDP and test-time augmentation
         state = checkpoint.get('state_dict', checkpoint)
         found = {key.removeprefix('module.'): value for key, value in state.items()}
-        if wrong := self.misfits(getattr(model, 'module', model), found):  # unwraps DDP and test-time augmentation
+        if wrong := self.misfits(model, found) or another_origin(model, checkpoint):
             more = f'; and {len(wrong) - NAMED} more' if len(wrong) > NAMED else ''
             raise UserError(
                 f'{runner.cfg.get("load_from")} is not a checkpoint of the model of {runner.cfg.filename}: '
@@ -53,6 +58,18 @@ class CheckWeightsHook(Hook):
         parameters = dict(model.named_parameters())
         wrong = [f'the file has no {key}' for key in missing if key in parameters]
         return wrong + [f'the model has no {key}' for key in unexpected if key.rpartition('.')[2] in OF_DTN]
+
+
+def another_origin(model: nn.Module, checkpoint: dict) -> list[str]:
+    """Returns what the backbone computes differently from the backbone of the config in the checkpoint."""
+    backbone = getattr(model, 'backbone', model)
+    try:
+        settings = backbone_settings(checkpoint)
+        if settings is not None and isinstance(backbone, Backbone):
+            check_origin(settings, backbone)
+    except ValueError as error:
+        return [str(error)]
+    return []
 
 
 @HOOKS.register_module()
