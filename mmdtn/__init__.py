@@ -4,12 +4,12 @@ import warnings
 from typing import Any
 
 __version__ = '0.4.0'
-__all__ = ['backbones', 'convert_norms', 'dvt', 'engine', 'evaluation', 'norms']
+__all__ = ['backbones', 'convert_norms', 'dvt', 'engine', 'evaluation', 'norms', 'selfsup']
 
 try:
     from mmengine.config.utils import MODULE2PACKAGE
 
-    from . import backbones, dvt, engine, evaluation, norms
+    from . import backbones, dvt, engine, evaluation, norms, selfsup
     from .surgery.conversion import convert_norms
 
     # mmengine finds _base_ = 'package::config' in OpenMMLab's own packages alone, which it lists by name.
