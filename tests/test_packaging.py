@@ -84,7 +84,7 @@ def test_the_tools_take_what_mim_passes(parse_args, capsys):
 
 def test_the_changelog_begins_with_this_version():
     sections = re.findall(r'^## (.+)$', (REPO / 'CHANGELOG.md').read_text(), re.M)
-    assert [name for name in sections if name != 'Unreleased'][0] == mmdtn.__version__
+    assert next(name for name in sections if name != 'Unreleased') == mmdtn.__version__
 
 
 def test_the_extra_for_export_is_what_the_environment_pins():

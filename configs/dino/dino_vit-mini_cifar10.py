@@ -42,17 +42,13 @@ train_dataloader = dict(
     sampler=dict(type='DefaultSampler', shuffle=True),
     dataset=dict(**_folder, data_prefix='train', pipeline=_train_pipeline),
 )
-# One image of five of the test set among one of five of the training set.
 val_dataloader = dict(
     **_loader,
     batch_size=250,
     sampler=_in_order,
-    dataset=dict(**_folder, data_prefix='test', pipeline=_test_pipeline, indices=list(range(0, 10000, 5))),
+    dataset=dict(**_folder, data_prefix='test', pipeline=_test_pipeline),
 )
-_bank = dict(
-    val_dataloader,
-    dataset=dict(**_folder, data_prefix='train', pipeline=_test_pipeline, indices=list(range(0, 50000, 5))),
-)
+_bank = dict(val_dataloader, dataset=dict(**_folder, data_prefix='train', pipeline=_test_pipeline))
 val_cfg = dict(type='KNNLoop', bank=_bank, ks=(20,))
 val_evaluator = []
 test_dataloader = val_dataloader
@@ -60,7 +56,7 @@ test_cfg = dict(val_cfg, stage='test')
 test_evaluator = []
 optim_wrapper = dict(optimizer=dict(fused=True))
 _steps = 1000
-train_cfg = dict(**_base_.runtime.train_cfg, max_iters=_steps, val_interval=250)
+train_cfg = dict(**_base_.runtime.train_cfg, max_iters=_steps, val_interval=500)
 param_scheduler = [
     dict(type='LinearLR', start_factor=1e-3, by_epoch=False, end=30),
     dict(type='CosineAnnealingLR', eta_min=1e-5, by_epoch=False, begin=30),

@@ -1,5 +1,6 @@
 """Training DINO: gradients before a step, the teacher after it, schedules, resuming, and several processes."""
 
+import copy
 import math
 import uuid
 from itertools import pairwise
@@ -11,6 +12,7 @@ from mmengine.runner import Runner
 
 from mmdtn.engine.hooks import WholeCheckpointHook
 from mmdtn.errors import UserError
+from mmdtn.norms import DTN
 from mmdtn.selfsup import DINOHook
 from tests.training import in_two_processes
 from tools.train import main as train_by_config
@@ -48,7 +50,7 @@ class Watch(Hook):
 
 
 def train(
-    work_dir, images=8, batch=2, hook=None, watch=lambda runner: None, loop=None, load_from=None, **optim_wrapper
+    work_dir, images=8, batch=2, hook=None, watch=lambda _: None, loop=None, load_from=None, more=(), **optim_wrapper
 ):
     """The runner and what ``watch`` has seen; ``images / batch`` steps an epoch."""
     wrapper = dict(optimizer=dict(type='AdamW', lr=0.01, weight_decay=0.5), paramwise_cfg=DECAY) | optim_wrapper
@@ -65,7 +67,7 @@ def train(
         train_cfg=loop or dict(type='ResumableLoop', max_epochs=2),
         optim_wrapper=wrapper,
         default_hooks=dict(checkpoint=WholeCheckpointHook(interval=3, by_epoch=False)),
-        custom_hooks=[hook or DINOHook(), watching],
+        custom_hooks=[hook or DINOHook(), watching, *more],
         load_from=load_from,
         resume=load_from is not None,
         randomness=dict(seed=5),
@@ -157,6 +159,75 @@ def test_a_killed_training_goes_on_with_the_same_teacher(tmp_path):
     assert {'centre', 'teacher.steps', 'teacher.module.backbone.pos_embed'} < states[0].keys()
     for name, value in states[0].items():
         assert torch.equal(value, states[1][name]), name
+
+
+def test_eight_steps_are_those_of_a_plain_loop(tmp_path):
+    """In float64, with loss, clipping, centre, teacher and the frozen layer written out."""
+    batches = []
+
+    class Batches(Hook):
+        def before_train_iter(self, runner, batch_idx, data_batch=None):
+            batches.append([view.clone() for view in data_batch['inputs']])
+
+    hook = DINOHook(clip_grad=0.05, warmup_temp=0.03, warmup_epochs=2)
+    torch.set_default_dtype(torch.float64)
+    try:
+        start = train(tmp_path / 'start', loop=dict(type='ResumableLoop', max_iters=0))[0].model
+        student, teacher = copy.deepcopy(start.student), copy.deepcopy(start.student)
+        runner, _ = train(tmp_path / 'run', hook=hook, more=[Batches()])
+    finally:
+        torch.set_default_dtype(torch.float32)
+    centre = torch.zeros(12, dtype=torch.float64)
+    spared = {id(p) for m in student.modules() if isinstance(m, DTN) for p in m.parameters()}
+    parameters = [p for p in student.parameters() if p.requires_grad]
+    groups = [dict(params=[p], weight_decay=0.0 if p.dim() == 1 or id(p) in spared else 0.5) for p in parameters]
+    optimizer = torch.optim.AdamW(groups, lr=0.01)
+
+    def outputs(model, some):
+        return [model.head(model.backbone(view)[0]) for view in some]
+
+    for step, seen in enumerate(batches):
+        of_student = outputs(student, seen)
+        with torch.no_grad():
+            of_teacher = outputs(teacher, seen[:2])
+        temp = 0.03 if step < 4 else 0.04
+        terms = [
+            -(((t - centre) / temp).softmax(-1) * (s / 0.1).log_softmax(-1)).sum(-1).mean()
+            for i, t in enumerate(of_teacher)
+            for v, s in enumerate(of_student)
+            if v != i
+        ]
+        optimizer.zero_grad()
+        torch.stack(terms).mean().backward()
+        centre = 0.9 * centre + 0.1 * torch.cat(of_teacher).mean(0)
+        for parameter in parameters:
+            norm = parameter.grad.norm()
+            if norm > 0.05:
+                parameter.grad.mul_(0.05 / (norm + 1e-6))
+        if step < 4:
+            for parameter in student.head.last_layer.parameters():
+                parameter.grad = None
+        optimizer.step()
+        momentum = 1 - 0.1 * (math.cos(math.pi * step / 8) + 1) / 2
+        with torch.no_grad():
+            for mine, theirs in zip(teacher.parameters(), student.parameters(), strict=True):
+                mine.mul_(momentum).add_((1 - momentum) * theirs)
+    assert len(batches) == 8
+    torch.testing.assert_close(runner.model.centre, centre, rtol=1e-9, atol=1e-12)
+    for found, want in ((runner.model.student, student), (runner.model.teacher.module, teacher)):
+        for (name, mine), theirs in zip(found.named_parameters(), want.parameters(), strict=True):
+            # Adam divides by the size of a gradient, so that round-off of a small one shows.
+            torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-7, msg=name)
+
+
+def test_half_precision_on_a_cpu(tmp_path):
+    """As `--amp` sets it."""
+
+    def loss(runner):
+        return runner.message_hub.get_scalar('train/loss').current()
+
+    _, seen = train(tmp_path, watch=loss, type='BFloat16OptimWrapper')
+    assert len(seen) == 8 and all(map(math.isfinite, seen))
 
 
 def test_the_log_shows_a_collapse(tmp_path):

@@ -19,12 +19,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import timm
 import torch
 from mmdet.datasets import CocoDataset
 from mmengine.config import Config
 from mmengine.registry import MODELS, init_default_scope
 from PIL import Image
 
+from mmdtn.backbones import ViTDTN
 from mmdtn.checkpoints.fetch import local_copy
 from mmdtn.datasets import write_coco
 from mmdtn.datasets.corruption import BENCHMARK, SEVERITIES
@@ -55,6 +57,7 @@ def place(tmp_path_factory):
         (folder / name).symlink_to(REPO / name)
     for name, make in dict(pvt_tiny=published.pvt, levit_128s=published.levit, t2t_vit_t_14=published.t2t).items():
         torch.save(make().file, folder / f'{name}.pth')
+    _pre_trained(folder)
     return folder
 
 
@@ -80,6 +83,8 @@ def furnished(place):
         ('pvt/retinanet_pvt-t-dtn_fpn_1x_coco', 12),
         ('dvt/dvt-mini_4e_cifar10-folder', 4),
         ('vit/vit-mini-bn_b128_cifar10', 300),
+        ('dino/dino_vit-s-star-dtn_8xb64-100e_in1k', 100),
+        ('dino/dino_vit-mini-dtn_cifar10', 1),
     ):
         _untrained(place, config, epoch)
     write_detector(place / 'small.py', place / 'data' / 'few')
@@ -92,6 +97,16 @@ def furnished(place):
     srun.write_text('#!/bin/sh\nfor a in "$@"; do echo "$a"; done > called.txt\n')
     srun.chmod(0o755)
     return place
+
+
+def _pre_trained(place):
+    """Files of DINO: the published ones, and the teacher of a training here."""
+    state = timm.create_model('vit_small_patch16_224', num_classes=0).state_dict()
+    torch.save(state, place / 'dino_deitsmall16_pretrain.pth')
+    teacher = {f'backbone.{key}': value for key, value in state.items()}
+    torch.save(dict(teacher=teacher, epoch=100), place / 'dino_deitsmall16_pretrain_full_checkpoint.pth')
+    state = ViTDTN('s*').state_dict()
+    torch.save({f'teacher.module.backbone.{key}': value for key, value in state.items()}, place / 'epoch_100.pth')
 
 
 def _published(place):
@@ -171,6 +186,11 @@ def here(line: str) -> str:
         line = f'make demo PYTHON={sys.executable}'
     elif line.startswith('python tools/train.py configs/'):
         line += ' --dry-run'
+        if 'configs/dino/dino_' in line:
+            line += ' --cfg-options train_dataloader.batch_size=2'  # it drops the last batch, of few pictures all
+    elif 'knn.py' in line:
+        config = 'dino_vit-mini-dtn_cifar10'
+        line = line.replace('small.py small.pth', f'configs/dino/{config}.py work_dirs/{config}/epoch_1.pth') + ' --k 2'
     elif 'configs/demo/' in line:
         loaders = [f'{split}_dataloader.dataset.data_root=data/few' for split in ('train', 'val', 'test')]
         truth = [f'{split}_evaluator.ann_file=data/few/annotations/instances_val.json' for split in ('val', 'test')]
