@@ -68,15 +68,13 @@ def draw_magnitudes(report: Report, runs: list[Observation]) -> None:
 
 def draw_class_attention(report: Report, runs: list[Observation]) -> None:
     for number, run in enumerate(runs):
-        title = f'What the class token attends to: {run.trained.label}'
-        if not run.class_attention:
-            report.leave_out(title, 'the last block has no class token.')
+        if not run.class_attention:  # of a detector, say
             continue
         shown = [(seen.picture, maps.numpy()) for seen, maps in run.class_attention]
         many = len(shown[0][1]) > figures.COLUMNS
         report.figure(
             f'class_attention{_number(number)}',
-            title,
+            f'What the class token attends to: {run.trained.label}',
             'The attention of the class token of the last block to each token of the image, for each head. Light is '
             'much; each map has its own scale. The heads of a backbone that was trained with DINO tend to follow '
             'objects.' + (f' The first {figures.COLUMNS} heads are drawn.' if many else ''),
