@@ -57,6 +57,8 @@ class DINOHook(Hook):
         self.final_temp = self.model.teacher_temp
         iterations = runner.cfg.get('optim_wrapper', {}).get('accumulative_counts', 1)
         self.model.teacher.total_steps = math.ceil(runner.max_iters / iterations)
+        if runner.iter == 0:  # weights of another training may have been loaded, with its number of updates
+            self.model.teacher.steps.zero_()
         self.handle = runner.optim_wrapper.optimizer.register_step_pre_hook(self.prepare_gradients)
         entropy = math.log(len(self.model.centre))
         runner.logger.info(f'teacher_entropy is at most {entropy:.3f}; close to this or to 0, the teacher collapses.')

@@ -50,7 +50,16 @@ class Watch(Hook):
 
 
 def train(
-    work_dir, images=8, batch=2, hook=None, watch=lambda _: None, loop=None, load_from=None, more=(), **optim_wrapper
+    work_dir,
+    images=8,
+    batch=2,
+    hook=None,
+    watch=lambda _: None,
+    loop=None,
+    load_from=None,
+    resume=True,
+    more=(),
+    **optim_wrapper,
 ):
     """The runner and what ``watch`` has seen; ``images / batch`` steps an epoch."""
     wrapper = dict(optimizer=dict(type='AdamW', lr=0.01, weight_decay=0.5), paramwise_cfg=DECAY) | optim_wrapper
@@ -69,7 +78,7 @@ def train(
         default_hooks=dict(checkpoint=WholeCheckpointHook(interval=3, by_epoch=False)),
         custom_hooks=[hook or DINOHook(), watching, *more],
         load_from=load_from,
-        resume=load_from is not None,
+        resume=resume and load_from is not None,
         randomness=dict(seed=5),
         log_level='ERROR',
         experiment_name=uuid.uuid4().hex,
@@ -228,6 +237,16 @@ def test_half_precision_on_a_cpu(tmp_path):
 
     _, seen = train(tmp_path, watch=loss, type='BFloat16OptimWrapper')
     assert len(seen) == 8 and all(map(math.isfinite, seen))
+
+
+def test_weights_of_another_training_start_the_schedule_anew(tmp_path):
+    loop = dict(type='ResumableLoop', max_iters=3, val_interval=100)
+    before, _ = train(tmp_path / 'before', loop=loop)
+    file = str(tmp_path / 'before' / 'iter_3.pth')
+    _, seen = train(
+        tmp_path / 'after', loop=loop, load_from=file, resume=False, watch=lambda r: int(r.model.teacher.steps)
+    )
+    assert before.model.teacher.steps == 3 and seen == [1, 2, 3]
 
 
 def test_the_log_shows_a_collapse(tmp_path):
