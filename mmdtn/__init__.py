@@ -4,12 +4,12 @@ import warnings
 from typing import Any
 
 __version__ = '0.4.0'
-__all__ = ['backbones', 'convert_norms', 'dvt', 'engine', 'evaluation', 'norms', 'sequences']
+__all__ = ['backbones', 'convert_norms', 'dvt', 'engine', 'evaluation', 'norms', 'selfsup', 'sequences']
 
 try:
     from mmengine.config.utils import MODULE2PACKAGE
 
-    from . import backbones, dvt, engine, evaluation, norms, sequences
+    from . import backbones, dvt, engine, evaluation, norms, selfsup, sequences
     from .surgery.conversion import convert_norms
 
     # MMEngine resolves _base_ = 'package::config' only for the packages in this table, which lists those of OpenMMLab.

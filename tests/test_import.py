@@ -32,11 +32,11 @@ def test_it_needs_neither_detection_nor_plots_nor_unix():
     program += """
 from mmengine.registry import DATA_SAMPLERS, HOOKS, LOOPS, MODELS, OPTIM_WRAPPERS
 for registry, names in (
-    (MODELS, ('DTN', 'DTN2d', 'PVTDTN', 'SwinDTN', 'ViTDTN')),
-    (HOOKS, ('CheckClassesHook', 'CheckWeightsHook', 'DTNMonitorHook', 'MissedValidationHook', 'PendingGradientsHook',
-             'ProgressHook', 'SkipBrokenImagesHook',
+    (MODELS, ('DTN', 'DTN2d', 'PVTDTN', 'SwinDTN', 'ViTDTN', 'DINO', 'DINOHead', 'LinearProbe')),
+    (HOOKS, ('CheckClassesHook', 'CheckWeightsHook', 'DINOHook', 'DTNMonitorHook', 'MissedValidationHook',
+             'PendingGradientsHook', 'ProgressHook', 'SkipBrokenImagesHook',
              'StopOnNonFiniteHook', 'WholeCheckpointHook')),
-    (LOOPS, ('ResumableEpochLoop', 'ResumableIterLoop', 'ResumableLoop')),
+    (LOOPS, ('KNNLoop', 'ResumableEpochLoop', 'ResumableIterLoop', 'ResumableLoop')),
     (DATA_SAMPLERS, ('NumberedBatchSampler',)),
     (OPTIM_WRAPPERS, ('BFloat16OptimWrapper',)),
 ):

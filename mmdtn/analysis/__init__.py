@@ -1,4 +1,4 @@
-from .attention import attention, attention_distance
+from .attention import attention, attention_distance, class_token_attention
 from .capture import BlockTokens, Capture
 from .cost import SavedBytes, exit_flops, flops_by_module, norm_flops
 from .neighbourhood import at_start, attended, kernels, lambdas, mean_distance
@@ -12,6 +12,7 @@ __all__ = [
     'attended',
     'attention',
     'attention_distance',
+    'class_token_attention',
     'exit_flops',
     'flops_by_module',
     'kernels',

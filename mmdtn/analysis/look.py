@@ -11,8 +11,8 @@ import mmengine
 import numpy as np
 import torch
 from mmcv.transforms import LoadAnnotations, LoadImageFromFile
-from mmengine.dataset import Compose, pseudo_collate
-from mmengine.registry import DATASETS, TRANSFORMS
+from mmengine.dataset import Compose
+from mmengine.registry import DATASETS, FUNCTIONS, TRANSFORMS
 
 from mmdtn.backbones.base import Backbone
 from mmdtn.errors import UserError
@@ -126,14 +126,15 @@ def _look_with_pipeline(trained: TrainedModel, image: dict) -> Seen:
     elif not any(_is(LoadImageFromFile, step) for step in steps):
         steps = [dict(type=LoadImageFromFile), *steps]
     data = Compose(steps)(image)
+    collate = FUNCTIONS.get(trained.cfg.test_dataloader.get('collate_fn', dict(type='pseudo_collate'))['type'])
     with Capture(trained.model) as seen:
-        (sample,) = trained.model.test_step(pseudo_collate([data]))
-    preprocessor: Any = trained.model.data_preprocessor
+        (sample,) = trained.model.test_step(collate([data]))
+    to_rgb = (trained.cfg.get('data_preprocessor') or {}).get('to_rgb', False)
     if 'pred_instances' in sample:
         picture = mmcv.imread(sample.img_path, channel_order='rgb')
     else:
         picture = data['inputs'].permute(1, 2, 0).numpy()
-        picture = picture[..., ::-1] if getattr(preprocessor, 'to_rgb', False) else picture
+        picture = picture[..., ::-1] if getattr(trained.model.data_preprocessor, 'to_rgb', to_rgb) else picture
     return Seen(_name(image), np.ascontiguousarray(picture), seen.blocks, sample)
 
 

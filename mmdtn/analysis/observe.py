@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from mmdtn.models import TrainedModel
 from mmdtn.norms import DTN
 
-from .attention import attention_distance
+from .attention import attention_distance, class_token_attention
 from .capture import BlockTokens
 from .look import Seen, look
 from .tokens import means, seen_by, variation
@@ -28,10 +28,15 @@ class Observation:
     variations: dict[str, dict[str, list]] = field(default_factory=lambda: defaultdict(lambda: defaultdict(list)))
     first: Seen | None = None
     looks: list[tuple[Any, ...]] = field(default_factory=list)  # image, sample, maps
+    class_attention: list[tuple[Seen, Tensor]] = field(default_factory=list)  # of the last block
 
     @property
     def layers(self) -> dict[str, DTN]:
-        return {n: m for n, m in self.trained.model.named_modules() if isinstance(m, DTN)}
+        """Those of blocks that ran: of the two backbones of DINO, the teacher's."""
+        assert self.first is not None
+        ran = tuple(f'{block.name}.' for block in self.first.blocks)
+        modules = self.trained.model.named_modules()
+        return {name: m for name, m in modules if isinstance(m, DTN) and name.startswith(ran)}
 
     def norms(self) -> dict[str, tuple[BlockTokens, nn.Module, Tensor, Tensor]]:
         """Returns block, module, input tokens and output tokens of each norm, by name, for the first image."""
@@ -72,6 +77,8 @@ def observe(trained: TrainedModel, images: list[dict]) -> Observation:
                 magnitude = block.on_grid(block.output)[0].norm(dim=-1).numpy()
                 maps.append((block.name, seen.without_padding(magnitude)))
             run.looks.append((seen, maps))
+            if seen.blocks[-1].has_class_token:
+                run.class_attention.append((seen, class_token_attention(seen.blocks[-1])))
     return run
 
 

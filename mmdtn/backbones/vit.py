@@ -27,11 +27,14 @@ class ViTOptions:
         other_norm_cfg: Normaliser of all other blocks and layers, and of the one behind the last block; not DTN.
         cls_from: Block, from 0, before which the class token joins. None: for ``'cls_token'`` after the blocks with
             DTN or ``rpe``, or before the first with another normaliser; for the other outputs never.
-        out_indices: Blocks, from 0 or backwards from -1, whose maps ``'featmap'`` returns. Later blocks are not built.
-        out_type: ``'cls_token'``, a tuple of one ``B x C``; ``'avg_featmap'``, the same from the mean over the grid; or
-            ``'featmap'``, a tuple of ``B x C x H x W``. The last block is followed by a norm.
+        out_indices: Blocks, from 0 or backwards from -1, whose maps ``'featmap'`` or class tokens ``'cls_token'``
+            returns. Later blocks are not built.
+        out_type: ``'cls_token'``, a tuple of ``B x C``, each behind the last norm; ``'avg_featmap'``, a tuple of one
+            ``B x C``, the mean over the grid; ``'cls+mean'``, a tuple of one ``B x 2C``, the class token and the mean
+            of the patches; or ``'featmap'``, a tuple of ``B x C x H x W``. The last block is followed by a norm.
         drop_path_rate: Stochastic depth of the last block.
-        frozen_stages: -1 nothing, 0 the patch and position embedding, n also the first n blocks.
+        frozen_stages: -1 nothing, 0 the patch and position embedding, n also the first n blocks; all of the backbone
+            if n is the number of blocks.
         norm_eval: Keep batch norms, should ``norm_cfg`` bring any, in evaluation mode.
         with_cp: Compute each block again in the backward pass, to save memory.
         fused: Norms that were fused into their neighbours: tools/model_converters/fuse.py writes this.
@@ -72,15 +75,16 @@ class PlainBackbone(Backbone):
         norm_cfg, other_norm_cfg = options.norm_cfg, options.other_norm_cfg
         out_indices, out_type, cls_from = options.out_indices, options.out_type, options.cls_from
         width, depth, num_heads = arch['width'], arch['depth'], arch['num_heads']
-        joins_late = out_type == 'cls_token' and cls_from is None and bool(rpe or needs_grid(norm_cfg))
+        has_cls_token = out_type in ('cls_token', 'cls+mean')
+        joins_late = has_cls_token and cls_from is None and bool(rpe or needs_grid(norm_cfg))
         dtn_layers = options.dtn_layers
         if dtn_layers is None:
             dtn_layers = min(10, max(depth - 2, 1)) if joins_late else min(10, depth)
-        if out_type not in ('cls_token', 'avg_featmap', 'featmap'):
-            raise ValueError(f"out_type={out_type!r}: choose 'cls_token', 'avg_featmap' or 'featmap'.")
+        if out_type not in ('cls_token', 'avg_featmap', 'cls+mean', 'featmap'):
+            raise ValueError(f"out_type={out_type!r}: choose 'cls_token', 'avg_featmap', 'cls+mean' or 'featmap'.")
         if not all(-depth <= i < depth for i in out_indices) or not 0 <= dtn_layers <= depth:
             raise ValueError(f'out_indices={out_indices} or dtn_layers={dtn_layers} is not within {depth} blocks.')
-        if cls_from is None and out_type == 'cls_token':
+        if cls_from is None and has_cls_token:
             cls_from = dtn_layers if joins_late else 0
         if cls_from is not None and not 0 <= cls_from < depth:
             raise ValueError(
@@ -97,7 +101,13 @@ class PlainBackbone(Backbone):
         self.cls_from = cls_from
         self.with_cp = options.with_cp
         self.num_features = width
-        self.out_indices = tuple(i % depth for i in out_indices) if out_type == 'featmap' else (depth - 1,)
+        several = out_type in ('cls_token', 'featmap')
+        self.out_indices = tuple(i % depth for i in out_indices) if several else (depth - 1,)
+        if out_type == 'cls_token' and cls_from is not None and min(self.out_indices) < cls_from:
+            raise ValueError(
+                f'out_indices={out_indices}: the class token joins before block {cls_from}, so that block '
+                f'{min(self.out_indices)} has none. Choose blocks from {cls_from} to {depth - 1}, or cls_from=0.'
+            )
 
         self.patch_embed = patch_embed
         self.pos_embed: Tensor
@@ -120,9 +130,10 @@ class PlainBackbone(Backbone):
             )
             for i, (rate, cfg) in enumerate(zip(drop_path_rates(options.drop_path_rate, depth), norms, strict=True))
         )[: max(self.out_indices) + 1]
-        if depth - 1 in self.out_indices:
+        if out_type == 'cls_token' or depth - 1 in self.out_indices:
             self.norm = build_norm(other_norm_cfg, width, place)
-        self.last_norm = None if out_type == 'featmap' else 'norm'
+        one = len(self.out_indices) == 1 and out_type in ('cls_token', 'avg_featmap')
+        self.last_norm = 'norm' if one else None
         self.depth = depth
         if self.with_cp:
             self.check_checkpointing()
@@ -142,7 +153,10 @@ class PlainBackbone(Backbone):
             if i in self.out_indices:
                 outs[i] = x
         if self.out_type == 'cls_token':
-            return (self.norm(x)[:, 0, 0].contiguous(),)
+            return tuple(self.norm(outs[i])[:, 0, 0].contiguous() for i in self.out_indices)
+        if self.out_type == 'cls+mean':
+            tokens = self.norm(x)[:, 0]
+            return (torch.cat((tokens[:, 0], tokens[:, 1:].mean(1)), 1),)
         outs = {i: t if t.shape == shape else t[:, 0, 1:].reshape(shape) for i, t in outs.items()}
         if self.depth - 1 in outs:
             outs[self.depth - 1] = self.norm(outs[self.depth - 1])
@@ -158,6 +172,8 @@ class PlainBackbone(Backbone):
         yield self.patch_embed
         yield self.pos_embed
         yield from self.blocks[: self.frozen_stages]
+        if self.frozen_stages >= self.depth:
+            yield from (getattr(self, name) for name in ('cls_token', 'norm') if hasattr(self, name))
 
 
 @MODELS.register_module()

@@ -50,14 +50,14 @@ def read(source: str | Path) -> State:
 
     Takes what classifiers', detectors' and bare models' files hold under ``state_dict``, ``model``, ``net`` or
     ``model_state_dict``, without the ``module.`` that distributed training puts in front; of timm's training files the
-    moving average.
+    moving average, and of those of facebookresearch/dino the teacher.
     """
     return state_of(load(str(source)), source)
 
 
 def state_of(checkpoint: Any, source: str | Path) -> State:
     """The tensors of what :func:`load` gives, as :func:`read` gives them."""
-    for key in ('state_dict_ema', 'model_state_dict', 'state_dict', 'model', 'module', 'net'):
+    for key in ('state_dict_ema', 'model_state_dict', 'state_dict', 'model', 'module', 'net', 'teacher'):
         if isinstance(checkpoint, dict) and isinstance(checkpoint.get(key), dict):
             checkpoint = checkpoint[key]
             break

@@ -106,9 +106,10 @@ def translate(
 
 def split(state: State) -> tuple[State, State]:
     """The backbone's tensors, and those of heads and necks by the names that MM's models have for them."""
-    if any(key.startswith('backbone.') for key in state):
-        theirs = {key.removeprefix('backbone.'): value for key, value in state.items() if key.startswith('backbone.')}
-        return theirs, {key: value for key, value in state.items() if not key.startswith('backbone.')}
+    for prefix in ('backbone.', 'teacher.module.backbone.'):  # the latter of DINO
+        if any(key.startswith(prefix) for key in state):
+            theirs = {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
+            return theirs, {key: value for key, value in state.items() if not key.startswith(prefix)}
     # The DTN authors' plain ViT calls its head otherwise.
     state = {key.replace('mlp_head.1.', 'head.'): value for key, value in state.items()}
     theirs = {key: value for key, value in state.items() if not key.startswith(('head.', 'head_dist.'))}

@@ -253,6 +253,17 @@ def components(layers: dict[str, list[tuple[Array, Array]]], grid: dict[str, tup
     return figure
 
 
+def class_attention(images: list[tuple[Array, Array]]) -> Figure:
+    """Each image and its maps ``K x h x w``, of up to ``COLUMNS`` heads."""
+    heads = min(COLUMNS, len(images[0][1]))
+    figure, axes = panels(len(images), heads + 1, WIDTH / (heads + 1) + 0.3)
+    for row, (image, maps) in zip(axes, images, strict=True):
+        picture(row[0], image)
+        for head, ax in enumerate(row[1:]):
+            picture(ax, maps[head], f'head {head}', cmap=MAP)
+    return figure
+
+
 def looks(images: list[tuple[Array, list[tuple[str, Any, list[tuple[str, Array]]]]]], classes: Sequence[str]) -> Figure:
     """Draws one row per image and model: annotations, predictions and token magnitudes after some blocks."""
     lines = [(image, *model) for image, models in images for model in models]

@@ -67,6 +67,28 @@ def draw_magnitudes(report: Report, runs: list[Observation]) -> None:
         )
 
 
+def draw_class_attention(report: Report, runs: list[Observation]) -> None:
+    for number, run in enumerate(runs):
+        if not run.class_attention:  # of a detector, say
+            continue
+        shown = [(seen.picture, maps.numpy()) for seen, maps in run.class_attention]
+        many = len(shown[0][1]) > figures.COLUMNS
+        report.figure(
+            f'class_attention{_number(number)}',
+            f'What the class token attends to: {run.trained.label}',
+            'The attention of the class token of the last block to each token of the image, for each head. Light is '
+            'much; each map has its own scale. The heads of a backbone that was trained with DINO tend to follow '
+            'objects.' + (f' The first {figures.COLUMNS} heads are drawn.' if many else ''),
+            figures.class_attention(shown),
+            ('image', 'head', 'row', 'column', 'attention'),
+            [
+                [seen.name, *place, float(maps[place])]
+                for seen, maps in run.class_attention
+                for place in np.ndindex(*maps.shape)
+            ],
+        )
+
+
 def draw_variation(report: Report, runs: list[Observation]) -> None:
     shown = {
         run.trained.label: {
@@ -251,7 +273,7 @@ def _predictions(sample: Any, trained: TrainedModel) -> list[tuple[str, float]]:
             (f'{trained.class_name(int(label))} at {" ".join(f"{v:.1f}" for v in box)}', float(score))
             for label, score, box in zip(found.labels, found.scores, found.bboxes.tolist(), strict=True)
         ]
-    return [(trained.class_name(i), float(score)) for i, score in enumerate(sample.pred_score)]
+    return [(trained.class_name(i), float(score)) for i, score in enumerate(sample.get('pred_score', ()))]
 
 
 def draw_cost(report: Report, runs: list[Observation]) -> None:

@@ -4,13 +4,15 @@ import math
 
 import numpy as np
 import pytest
+import timm
 import torch
 from torch import nn
 
-from mmdtn.analysis import BlockTokens, Capture, attention, attention_distance
+from mmdtn.analysis import BlockTokens, Capture, attention, attention_distance, class_token_attention
 from mmdtn.backbones import PVTDTN, ViTDTN, levit
 from mmdtn.backbones.layers import Attention, Block
 from mmdtn.backbones.swin import WindowAttention
+from mmdtn.checkpoints import from_timm_vit
 from mmdtn.norms import Place
 
 # Ordered pairs of a 3 x 3 grid by distance: 9 at 0, 24 at 1, 12 at 2, 16 at sqrt 2, 16 at sqrt 5, and 4 at sqrt 8.
@@ -182,3 +184,27 @@ def test_a_second_image_of_the_batch():
     alone = attention_distance(seen(attn, tokens[1:])).by_head
     torch.testing.assert_close(attention_distance(both, image=1).by_head, alone)
     assert not torch.allclose(attention_distance(both, image=0).by_head, alone)
+
+
+@torch.no_grad()
+def test_attention_of_the_class_token_is_that_of_timms_vit():
+    peer = timm.create_model('vit_tiny_patch16_224', num_classes=0, dynamic_img_size=True).eval()
+    model = ViTDTN('t', norm_cfg=dict(type='LN'), cls_from=0).eval()
+    model.load_state_dict(from_timm_vit(peer.state_dict()))
+    weights = []
+    attn = peer.blocks[-1].attn
+    attn.fused_attn = False
+    attn.attn_drop.register_forward_hook(lambda module, inputs, output: weights.append(output))
+    x = 5 * torch.randn(2, 3, 64, 96)
+    peer(x)
+    with Capture(model) as captured:
+        model(x)
+    found = class_token_attention(captured.blocks[-1], image=1)
+    assert found.shape == (3, 4, 6)
+    torch.testing.assert_close(found.flatten(1), weights[0][1, :, 0, 1:], rtol=1e-4, atol=1e-6)
+    with_dtn = ViTDTN('t')
+    with Capture(with_dtn) as captured:
+        with_dtn(x)
+    assert class_token_attention(captured.blocks[-1]).shape == (3, 4, 6)
+    with pytest.raises(ValueError, match='class token'):
+        class_token_attention(captured.blocks[0])

@@ -110,14 +110,14 @@ def test_init_weights_leaves_dtns_own_start_in_place():
     assert 0.01 < model.blocks[3].mlp.fc1.weight.std() < 0.03
 
 
-@pytest.mark.parametrize('out_type', ['cls_token', 'avg_featmap', 'featmap'])
+@pytest.mark.parametrize('out_type', ['cls_token', 'avg_featmap', 'cls+mean', 'featmap'])
 @pytest.mark.parametrize('size', [(64, 64), (61, 83), (7, 130)])
 def test_any_size_forward_and_backward(size, out_type):
     model = ViTDTN(**SMALL, out_type=out_type)
     model.init_weights()
     (out,) = model(torch.randn(2, 3, *size))
     grid = (-(-size[0] // 8), -(-size[1] // 8))
-    assert out.shape == ((2, 36, *grid) if out_type == 'featmap' else (2, 36))
+    assert out.shape == {'featmap': (2, 36, *grid), 'cls+mean': (2, 72)}.get(out_type, (2, 36))
     assert out.is_contiguous()
     out.square().sum().backward()
     assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters()), 'every parameter is used'
@@ -141,6 +141,41 @@ def test_forward_on_fake_cuda_tensors(arch):
         for size in ((224, 224), (200, 304)):
             (out,) = model(torch.randn(1, 3, *size))
             assert out.device.type == 'cuda' and out.shape == (1, ARCHS[arch]['width'])
+
+
+@torch.no_grad()
+def test_class_tokens_of_several_blocks_are_those_of_timm():
+    """The four class tokens of DINO's linear evaluation, each behind the final norm."""
+    peer = randomised(timm.create_model('vit_tiny_patch16_224', num_classes=0))
+    options = dict(arch='t', norm_cfg=LN, cls_from=0)
+    last_four = ViTDTN(**options, out_indices=(-4, -3, -2, -1)).eval()
+    both = ViTDTN(**options, out_type='cls+mean').eval()
+    for ours in (last_four, both):
+        ours.load_state_dict(from_timm_vit(peer.state_dict()))
+    x = torch.randn(2, 3, 224, 224)
+    found = peer.get_intermediate_layers(x, n=4, return_prefix_tokens=True, norm=True)
+    for got, (_, prefix) in zip(last_four(x), found, strict=True):
+        torch.testing.assert_close(got, prefix[:, 0], rtol=1e-4, atol=1e-4)
+    patches, prefix = found[-1]
+    want = torch.cat((prefix[:, 0], patches.mean(1)), 1)
+    torch.testing.assert_close(both(x)[0], want, rtol=1e-4, atol=1e-4)
+
+
+def test_class_tokens_are_only_where_the_token_is():
+    model = ViTDTN(**SMALL, out_indices=(3,))
+    assert [t.shape for t in model(torch.randn(2, 3, 64, 64))] == [(2, 36)]
+    with pytest.raises(ValueError, match='before block 3'):
+        ViTDTN(**SMALL, out_indices=(2, 3))
+    (early,) = ViTDTN(**SMALL, cls_from=1, out_indices=(1,))(torch.randn(2, 3, 64, 64))
+    assert early.shape == (2, 36)
+
+
+def test_all_stages_frozen_leave_nothing_to_train():
+    model = ViTDTN(**SMALL, frozen_stages=4).train()
+    assert not any(p.requires_grad for p in model.parameters())
+    assert not model.norm.training and not any(block.training for block in model.blocks)
+    almost = ViTDTN(**SMALL, frozen_stages=3).train()
+    assert almost.cls_token.requires_grad and almost.norm.weight.requires_grad
 
 
 def test_frozen_stages_hold_still():

@@ -180,6 +180,18 @@ def test_a_bare_backbone_on_a_folder(shapes, tmp_path):
     assert float(distances[0]['uniform_tokens']) == pytest.approx(windows_of_seven(), rel=1e-4)
 
 
+@pytest.mark.slow
+def test_the_teacher_of_dino_is_looked_at(shapes, tmp_path):
+    """The transforms are those that its config has for k-NN."""
+    config, out = tmp_path / 'mine.py', tmp_path / 'out'
+    config.write_text(f"_base_ = '{Path(__file__).parents[2]}/configs/dino/dino_vit-mini-dtn_cifar10.py'\n")
+    page = run(config, save(config, tmp_path / 'dino.pth'), '--images', shapes / 'val', '--number', '2', '--out', out)
+    rows = read(out / 'class_attention.csv')
+    assert len({row['image'] for row in rows}) == 2 and 0 < sum(float(row['attention']) for row in rows) < 2 * 4
+    assert {row['layer'].partition('.')[0] for row in read(out / 'lambda.csv')} == {'teacher'}
+    assert 'What the class token attends to' in page.text
+
+
 def windows_of_seven() -> float:
     places = np.array([(y, x) for y in range(7) for x in range(7)])
     return float(np.linalg.norm(places[:, None] - places[None], axis=-1).mean())

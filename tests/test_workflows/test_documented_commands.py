@@ -19,12 +19,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import timm
 import torch
 from mmdet.datasets import CocoDataset
 from mmengine.config import Config
 from mmengine.registry import MODELS, init_default_scope
 from PIL import Image
 
+from mmdtn.backbones import ViTDTN
 from mmdtn.checkpoints.fetch import local_copy
 from mmdtn.datasets import write_coco
 from mmdtn.datasets.corruption import BENCHMARK, SEVERITIES
@@ -58,6 +60,7 @@ def place(tmp_path_factory):
     for name, make in dict(pvt_tiny=published.pvt, levit_128s=published.levit, t2t_vit_t_14=published.t2t).items():
         torch.save(make().file, folder / f'{name}.pth')
     torch.save(vit_of_dtns_authors(384), folder / 'vit_norm_s.pth')
+    _pre_trained(folder)
     return folder
 
 
@@ -87,6 +90,8 @@ def furnished(place):
         ('dvt/dvt-mini_4e_cifar10-folder', 'epoch_4'),
         ('vit/vit-mini-bn_b128_cifar10', 'epoch_300'),
         ('listops/transformer-dtn_b32-5k_listops', 'iter_5000'),
+        ('dino/dino_vit-s-star-dtn_8xb64-100e_in1k', 'epoch_100'),
+        ('dino/dino_vit-mini-dtn_cifar10', 'epoch_1'),
     ):
         _untrained(place, config, checkpoint)
     write_detector(place / 'small.py', place / 'data' / 'few')
@@ -99,6 +104,16 @@ def furnished(place):
     srun.write_text('#!/bin/sh\nfor a in "$@"; do echo "$a"; done > called.txt\n')
     srun.chmod(0o755)
     return place
+
+
+def _pre_trained(place):
+    """Files of DINO: the published ones, and the teacher of a training here."""
+    state = timm.create_model('vit_small_patch16_224', num_classes=0).state_dict()
+    torch.save(state, place / 'dino_deitsmall16_pretrain.pth')
+    teacher = {f'backbone.{key}': value for key, value in state.items()}
+    torch.save(dict(teacher=teacher, epoch=100), place / 'dino_deitsmall16_pretrain_full_checkpoint.pth')
+    state = ViTDTN('s*').state_dict()
+    torch.save({f'teacher.module.backbone.{key}': value for key, value in state.items()}, place / 'epoch_100.pth')
 
 
 def _published(place):
@@ -182,6 +197,11 @@ def here(line: str) -> str:
         line = f'make demo PYTHON={sys.executable}'
     elif line.startswith('python tools/train.py configs/'):
         line += ' --dry-run'
+        if 'configs/dino/dino_' in line:
+            line += ' --cfg-options train_dataloader.batch_size=2'  # it drops the last batch, of few pictures all
+    elif 'knn.py' in line:
+        config = 'dino_vit-mini-dtn_cifar10'
+        line = line.replace('small.py small.pth', f'configs/dino/{config}.py work_dirs/{config}/epoch_1.pth') + ' --k 2'
     elif 'configs/demo/' in line:
         loaders = [f'{split}_dataloader.dataset.data_root=data/few' for split in ('train', 'val', 'test')]
         truth = [f'{split}_evaluator.ann_file=data/few/annotations/instances_val.json' for split in ('val', 'test')]

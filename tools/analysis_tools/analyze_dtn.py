@@ -37,6 +37,7 @@ def analyze(args: argparse.Namespace) -> Path:
         )
     report.facts(facts)
     sections.draw_looks(report, runs)
+    sections.draw_class_attention(report, runs)
     sections.draw_distances(report, runs)
     sections.draw_magnitudes(report, runs)
     sections.draw_variation(report, runs)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from mmengine.config import Config
+from mmengine.registry import MODELS
 
 import mmdtn
 from mmdtn import checkpoints
@@ -23,6 +24,8 @@ from mmdtn.checkpoints.format import State
 from mmdtn.checkpoints.formats import FORMATS, recognise
 from mmdtn.checkpoints.translation import split
 from mmdtn.models import build, read_config
+from mmdtn.registry import class_of
+from mmdtn.selfsup import DINO
 
 
 def parse_args() -> argparse.Namespace:
@@ -52,6 +55,8 @@ def parse_args() -> argparse.Namespace:
 
 def from_config(path: str) -> Config:
     cfg = read_config(path)
+    if class_of(cfg.model, MODELS) is DINO:  # whose backbone alone is wanted
+        cfg = Config(dict(model=cfg.model.backbone))
     cfg.model.get('backbone', cfg.model).init_cfg = None
     return cfg
 

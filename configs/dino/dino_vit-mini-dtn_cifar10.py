@@ -1,0 +1,2 @@
+_base_ = './dino_vit-mini_cifar10.py'
+model = dict(backbone=dict(norm_cfg=dict(type='DTN')))

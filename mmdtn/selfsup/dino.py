@@ -1,0 +1,211 @@
+"""DINO, self-distillation without labels (arXiv 2104.14294)."""
+
+from collections.abc import Sequence
+from itertools import groupby
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from mmengine.dist import all_reduce
+from mmengine.model import BaseModel, BaseModule
+from mmengine.registry import MODELS
+from timm.layers import trunc_normal_
+from torch import Tensor, nn
+from torch.nn.utils.parametrizations import weight_norm
+
+from .ema import TeacherEMA
+from .knn import image_vectors
+
+GLOBAL_VIEWS = 2  # the first views of an image, which the teacher sees
+
+
+class Distillation(NamedTuple):
+    """The loss of DINO, and the part of it that the student cannot change."""
+
+    loss: Tensor
+    teacher_entropy: Tensor
+
+
+def dino_loss(
+    student: Tensor, teacher: Tensor, centre: Tensor, student_temp: float = 0.1, teacher_temp: float = 0.04
+) -> Distillation:
+    """Cross-entropy between the outputs of teacher and student for different views of an image.
+
+    The loss is the mean of ``-sum_k q_i[k] log p_v[k]`` over the batch and over all pairs of a teacher's view ``i`` and
+    a student's view ``v != i``, with ``q_i = softmax((teacher_i - centre) / teacher_temp)`` and
+    ``p_v = softmax(student_v / student_temp)``. Half precision is converted to float32.
+
+    Args:
+        student: ``V x B x K``. The first two views are those of the teacher.
+        teacher: ``2 x B x K``. No gradient flows into it.
+        centre: ``K``.
+        student_temp: Temperature of the student.
+        teacher_temp: Temperature of the teacher.
+    """
+    student, teacher = _at_least_float32(student), _at_least_float32(teacher.detach())
+    log_p = (student / student_temp).log_softmax(-1)
+    log_q = ((teacher - centre) / teacher_temp).log_softmax(-1)
+    q = log_q.exp()
+    others = log_p.sum(0) - log_p[:GLOBAL_VIEWS]  # for each view of the teacher, the sum over the student's other views
+    loss = -(q * others).sum(-1).mean() / (len(student) - 1)
+    return Distillation(loss, -(q * log_q).sum(-1).mean())
+
+
+def _at_least_float32(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+@MODELS.register_module()
+class DINOHead(BaseModule):
+    """Projection head of DINO: three linear layers, unit length, and a linear layer with normalised weights.
+
+    Args:
+        in_channels: Channels of the backbone's vector.
+        out_channels: Number of outputs.
+        hidden_channels: Width of the first two layers.
+        bottleneck_channels: Width of the third layer.
+        norm_last_layer: Keep the gain of the last layer at 1. False trains it.
+    """
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int = 65536,
+        hidden_channels: int = 2048,
+        bottleneck_channels: int = 256,
+        norm_last_layer: bool = True,
+        init_cfg: dict | None = None,
+    ) -> None:
+        super().__init__(init_cfg)
+        self.out_channels = out_channels
+        self.mlp = nn.Sequential(
+            nn.Linear(in_channels, hidden_channels),
+            nn.GELU(),
+            nn.Linear(hidden_channels, hidden_channels),
+            nn.GELU(),
+            nn.Linear(hidden_channels, bottleneck_channels),
+        )
+        for layer in self.mlp:
+            if isinstance(layer, nn.Linear):
+                trunc_normal_(layer.weight, std=0.02)
+                nn.init.zeros_(layer.bias)
+        # torch.nn.utils.weight_norm, which is older, cannot be deep-copied after a forward pass.
+        self.last_layer = weight_norm(nn.Linear(bottleneck_channels, out_channels, bias=False))
+        gain = self.last_layer.parametrizations.weight.original0
+        nn.init.ones_(gain)
+        gain.requires_grad_(not norm_last_layer)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last_layer(F.normalize(self.mlp(x), dim=-1))
+
+
+class BackboneAndHead(BaseModule):
+    """What student and teacher are: a backbone that gives one vector for each image, and a head."""
+
+    def __init__(self, backbone: nn.Module, head: nn.Module) -> None:
+        super().__init__()
+        self.backbone = backbone
+        self.head = head
+
+    def forward(self, views: Sequence[Tensor]) -> Tensor:
+        """``V`` views of ``B`` images to ``V x B x K``.
+
+        The backbone runs once for each group of consecutive views of one size, the head once.
+        """
+        groups = [torch.cat(list(group)) for _, group in groupby(views, key=lambda view: view.shape[2:])]
+        vectors = torch.cat([image_vectors(self.backbone(images)) for images in groups])
+        return self.head(vectors).unflatten(0, (len(views), -1))
+
+
+@MODELS.register_module()
+class DINO(BaseModel):
+    """Trains a backbone to give the same output for different views of an image (DINO, arXiv 2104.14294).
+
+    The student sees all views. The teacher, a moving average of the student, sees the first two. :class:`DINOHook`
+    belongs to it: it moves the teacher and prepares gradients. All other modes than ``'loss'`` use the teacher's
+    backbone, which is what the training is for.
+
+    Besides the loss it returns ``teacher_entropy``, ``kl``, the divergence of the student from the teacher, and
+    ``centre_norm`` for the log. A teacher whose entropy approaches 0 or ``log K`` has collapsed.
+
+    Args:
+        backbone: Settings of a backbone whose last output is ``B x C``, or a map, which is averaged.
+        head: Settings of the head, :class:`DINOHead`.
+        student_temp: Temperature of the student.
+        teacher_temp: Temperature of the teacher; :class:`DINOHook` can warm it up.
+        teacher_momentum: The share of the teacher that is kept after the first step.
+        centre_momentum: The share of the centre that is kept after each step.
+        data_preprocessor: Settings of one that takes lists of views, ``SelfSupDataPreprocessor`` of MMPretrain.
+    """
+
+    centre: Tensor
+
+    def __init__(
+        self,
+        backbone: dict,
+        head: dict,
+        student_temp: float = 0.1,
+        teacher_temp: float = 0.04,
+        teacher_momentum: float = 0.996,
+        centre_momentum: float = 0.9,
+        data_preprocessor: dict | nn.Module | None = None,
+        init_cfg: dict | None = None,
+    ) -> None:
+        super().__init__(data_preprocessor, init_cfg)
+        projection = MODELS.build(head)
+        self.student = BackboneAndHead(MODELS.build(backbone), projection)
+        self.teacher = TeacherEMA(self.student, teacher_momentum)
+        self.student_temp = student_temp
+        self.teacher_temp = teacher_temp
+        self.centre_momentum = centre_momentum
+        self.register_buffer('centre', torch.zeros(projection.out_channels))
+
+    def init_weights(self) -> None:
+        super().init_weights()
+        self.teacher.copy(self.student)
+
+    def forward(self, inputs: Any, data_samples: list | None = None, mode: str = 'tensor') -> Any:
+        """``inputs`` is a list of views, ``B x 3 x H x W``, for ``mode='loss'``, and else one such tensor."""
+        if mode == 'loss':
+            return self.loss(inputs)
+        features = self.extract_feat(inputs)
+        if mode == 'tensor':
+            return features
+        if mode != 'predict':
+            raise ValueError(f"mode={mode!r}: choose 'loss', 'tensor' or 'predict'.")
+        samples = data_samples or []
+        for sample, vector in zip(samples, image_vectors(features), strict=True):
+            sample.set_field(vector, 'feature')
+        return samples
+
+    def extract_feat(self, images: Tensor) -> Any:
+        """The outputs of the teacher's backbone."""
+        return self.teacher.module.backbone(images)
+
+    def loss(self, views: Sequence[Tensor]) -> dict[str, Tensor]:
+        """The loss and what the log shows; in training mode the centre moves."""
+        if isinstance(views, Tensor) or len(views) < GLOBAL_VIEWS:
+            found = f'a tensor of shape {tuple(views.shape)}' if isinstance(views, Tensor) else f'{len(views)} views'
+            raise ValueError(
+                f'DINO takes a list of at least {GLOBAL_VIEWS} views of each image, but got {found}: the training '
+                "pipeline needs MultiView, and the loader collate_fn=dict(type='default_collate')."
+            )
+        student = self.student(views)
+        with torch.no_grad():
+            teacher = self.teacher(views[:GLOBAL_VIEWS])
+        distillation = dino_loss(student, teacher, self.centre, self.student_temp, self.teacher_temp)
+        if self.training:
+            self.move_centre(teacher)
+        return dict(
+            loss=distillation.loss,
+            teacher_entropy=distillation.teacher_entropy,
+            kl=distillation.loss.detach() - distillation.teacher_entropy,
+            centre_norm=self.centre.norm(),
+        )
+
+    @torch.no_grad()
+    def move_centre(self, teacher: Tensor) -> None:
+        """Moves the centre towards the mean output of the teacher over views, batch and processes."""
+        mean = teacher.to(self.centre.dtype).mean((0, 1))
+        all_reduce(mean, 'mean')
+        self.centre.lerp_(mean, 1 - self.centre_momentum)

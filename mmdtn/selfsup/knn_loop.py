@@ -1,0 +1,90 @@
+"""Validation by nearest neighbours."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from mmengine.dist import is_main_process
+from mmengine.model import is_model_wrapper
+from mmengine.registry import LOOPS
+from mmengine.runner import Runner, ValLoop, autocast
+
+from mmdtn import checkpoints
+
+from .knn import Features, accuracy, extract, features_of, joined
+
+
+@LOOPS.register_module()
+class KNNLoop(ValLoop):
+    """Classifies the images of the loop's loader by their nearest neighbours among labelled images.
+
+    The metrics are ``accuracy/20-NN`` and ``accuracy/20-NN_top5`` in percent, for each ``k``. No evaluator is needed:
+    ``val_evaluator=[]``. All loaders need ``collate_fn=dict(type='default_collate')``.
+
+    Args:
+        bank: Settings of the loader of labelled images, with the transforms of a test. The images keep their order.
+        ks: Numbers of neighbours.
+        temperature: Neighbours vote with ``exp(similarity / temperature)``.
+        stage: ``'val'``, or ``'test'`` in a ``test_cfg``; hooks of this stage are called.
+        keep: File for the features of both sets.
+
+    Example:
+        val_cfg = dict(type='KNNLoop', bank=dict(batch_size=256, dataset=..., sampler=dict(type='DefaultSampler',
+                       shuffle=False), collate_fn=dict(type='default_collate')))
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        dataloader: Any,
+        evaluator: Any,
+        bank: dict,
+        ks: Sequence[int] = (10, 20, 100, 200),
+        temperature: float = 0.07,
+        stage: str = 'val',
+        keep: str | None = None,
+        fp16: bool = False,
+    ) -> None:
+        super().__init__(runner, dataloader, evaluator, fp16)
+        self.bank = runner.build_dataloader(bank, seed=runner.seed)
+        self.ks = ks
+        self.temperature = temperature
+        self.stage = stage
+        self.keep = keep
+        self.queries: list[Features] = []
+
+    def run(self) -> dict[str, float]:
+        self.call(f'before_{self.stage}')
+        self.call(f'before_{self.stage}_epoch')
+        self.runner.model.eval()
+        self.queries = []
+        for number, batch in enumerate(self.dataloader):
+            self.run_iter(number, batch)
+        queries = joined(self.queries, len(self.dataloader.dataset))
+        with autocast(enabled=self.fp16):
+            images = extract(self.model, self.bank)
+        if self.keep and is_main_process():
+            sets = dict(images=images, queries=queries)
+            state = {f'{name}.{part}': x.cpu() for name, each in sets.items() for part, x in each._asdict().items()}
+            checkpoints.write(self.keep, state)
+        metrics: dict[str, float] = {}
+        for k, (top1, top5) in accuracy(queries, images, self.ks, self.temperature).items():
+            metrics |= {f'accuracy/{k}-NN': top1, f'accuracy/{k}-NN_top5': top5}
+        self.call(f'after_{self.stage}_epoch', metrics=metrics)
+        self.call(f'after_{self.stage}')
+        return metrics
+
+    @torch.no_grad()
+    def run_iter(self, idx: int, data_batch: dict) -> None:
+        self.call(f'before_{self.stage}_iter', batch_idx=idx, data_batch=data_batch)
+        with autocast(enabled=self.fp16):
+            self.queries.append(features_of(self.model, data_batch))
+        self.call(f'after_{self.stage}_iter', batch_idx=idx, data_batch=data_batch, outputs=[])
+
+    def call(self, hook: str, **arguments: Any) -> None:
+        self.runner.call_hook(hook, **arguments)
+
+    @property
+    def model(self) -> Any:
+        model = self.runner.model
+        return model.module if is_model_wrapper(model) else model

@@ -1,0 +1,96 @@
+"""Classifies test images by their nearest neighbours among the training images:
+python tools/analysis_tools/knn.py CONFIG CHECKPOINT [--k 10 20 100 200]
+
+The features are those of the backbone, and of the neck if the model has one: one vector for each image, or a map, which
+is averaged. Any config of MMPretrain will do, or one of configs/dino, whose teacher is evaluated. Both sets of images
+get the transforms of the test set. Several processes: torchrun --nproc_per_node N ... --launcher pytorch.
+"""
+
+import argparse
+from typing import Any
+
+from mmengine.config import Config
+from mmengine.dist import is_main_process
+
+from mmdtn.engine.data_checks import check_data
+from mmdtn.engine.launch import add_common_options, add_hook, build_runner, check_exists, leave_together, load_config
+from mmdtn.errors import UserError, readable_errors
+from mmdtn.models import read_config
+
+
+def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument('config')
+    parser.add_argument('checkpoint')
+    parser.add_argument('--k', nargs='+', type=int, default=[10, 20, 100, 200], help='(default: 10 20 100 200)')
+    parser.add_argument('--temperature', type=float, default=0.07, help='of the votes (default: %(default)s)')
+    parser.add_argument('--batch-size', type=int, default=128, help='images of a batch (default: %(default)s)')
+    parser.add_argument(
+        '--data', metavar='CONFIG', help='take the images from this config, as for one of pre-training without a test'
+    )
+    parser.add_argument('--keep', metavar='FILE', help='write features and labels of both sets to this file')
+    add_common_options(parser)
+    return parser.parse_args(arguments)
+
+
+def configure(args: argparse.Namespace) -> Config:
+    cfg = load_config(args)
+    check_exists(args.checkpoint)
+    cfg.load_from, cfg.resume = args.checkpoint, False
+    data = read_config(args.data) if args.data else cfg
+    queries = data.get('test_dataloader') or data.get('val_dataloader')
+    if not queries or not data.get('train_dataloader'):
+        raise UserError(
+            f'{args.data or args.config} has no training and test data: name a config that has both with --data.'
+        )
+    pipeline = innermost(queries.dataset).pipeline
+    images = dict(innermost(data.train_dataloader.dataset), pipeline=pipeline, test_mode=True)  # without repetitions
+    loader = dict(
+        batch_size=args.batch_size,
+        num_workers=queries.get('num_workers', 0),
+        sampler=dict(type='DefaultSampler', shuffle=False),
+        collate_fn=dict(type='default_collate'),
+    )
+    cfg.test_dataloader = dict(loader, dataset=queries.dataset)
+    cfg.test_cfg = dict(
+        type='KNNLoop',
+        bank=dict(loader, dataset=images),
+        ks=args.k,
+        temperature=args.temperature,
+        stage='test',
+        keep=args.keep,
+    )
+    cfg.test_evaluator = []
+    cfg.train_dataloader = cfg.train_cfg = cfg.optim_wrapper = cfg.param_scheduler = None
+    cfg.val_dataloader = cfg.val_cfg = cfg.val_evaluator = None
+    add_hook(cfg, type='CheckWeightsHook')
+    add_hook(cfg, type='ProgressHook')
+    return cfg
+
+
+def innermost(dataset: Any) -> Any:
+    """The settings of the dataset that has a pipeline, of those that wrap it."""
+    while 'dataset' in dataset:
+        dataset = dataset.dataset
+    return dataset
+
+
+def run(args: argparse.Namespace) -> None:
+    cfg = configure(args)
+    runner = build_runner(cfg)
+    check_data(runner, ('test',), args.strict)
+    metrics = runner.test()
+    if is_main_process():
+        for k in sorted(args.k):
+            print(f'{k}-NN: top-1 {metrics[f"accuracy/{k}-NN"]:.2f}, top-5 {metrics[f"accuracy/{k}-NN_top5"]:.2f}')
+
+
+def main(arguments: list[str] | None = None) -> None:
+    args = parse_args(arguments)
+    with readable_errors(args.debug):
+        run(args)
+    leave_together()
+
+
+if __name__ == '__main__':
+    main()
