@@ -1,6 +1,7 @@
 """DTN and its siblings in models of timm, MMDetection and MMPretrain, which know nothing of them."""
 
 import copy
+import json
 import pickle
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -126,7 +127,9 @@ def test_every_layernorm_is_in_the_report_once_and_every_new_parameter_gets_a_gr
     norms = {n for n, m in model.named_modules() if isinstance(m, nn.LayerNorm)}
     report = convert_norms(model, size)
     assert {*report.converted} | {*report.kept} == norms and not {*report.converted} & {*report.kept}
-    assert all(str(report).count(f'\n  {n}: ') + str(report).count(f'\n  {n} stays, as it ') == 1 for n in norms)
+    assert all(
+        report.details().count(f'\n  {n}: ') + report.details().count(f'\n  {n} stays, as it ') == 1 for n in norms
+    )
     for layer in (m for m in model.modules() if isinstance(m, DTN)):
         start = torch.tensor(local_start(layer.num_heads))
         assert torch.equal(layer.position[: len(start)], start)
@@ -222,11 +225,11 @@ def test_what_stays_and_why():
     torch.testing.assert_close(model.eval()(images((64, 96))), training)  # where torch's block asks its norms for eps
     assert {*report.converted} == {'block.norm1', 'block.norm2'}
     expected = dict(
-        windows='is given 8 x 24 x 16 for 2 images: windows',
+        windows='windows, or another grouping, in the place of the batch: 8 x 24 x 16 for 2 images',
         twice='several shapes in one run',
         never='is not called',
-        odd='does not normalise the channels of 2 x 96 x 16 as LayerNorm does',
-        final='is given 2 x 16: no tokens on a grid',
+        odd='does not normalise channels as LayerNorm does: it is given 2 x 96 x 16',
+        final='no tokens on a grid: it is given 2 x 16',
     )
     assert report.kept.keys() == expected.keys()
     assert all(words in report.kept[name] for name, words in expected.items())
@@ -363,7 +366,7 @@ def test_other_sizes_of_a_model_that_takes_one():
     model = vit(dynamic_img_size=False).eval()
     report = convert_norms(model, (64, 64))
     assert report.sizes == [(64, 64)] and 'it takes no other size' in str(report) and len(report.converted) == 4
-    with pytest.raises(ValueError, match=r'64 x 64.*72 x 64'):
+    with pytest.raises(ValueError, match=r'72 x 64.*64 x 64'):
         model(images((72, 64)))
     assert model(images((64, 64))).isfinite().all()
 
@@ -373,17 +376,115 @@ def test_a_size_that_is_none():
         convert_norms(vit(), 32)
 
 
-def test_methods_other_than_the_call_and_sizes_of_a_model_that_changed():
+@torch.no_grad()
+def test_methods_that_start_from_images():
+    model, size, unseen = make('vit')
+    before = copy.deepcopy(model)
+    convert_norms(model, size, warm_start=1.0)
+    with pytest.raises(ValueError, match='65 tokens, but no image'):
+        model.blocks(torch.randn(2, 65, 24))
+    for x in (images(size), images(unseen)):
+        for method in ('forward_features', 'forward_intermediates', 'get_intermediate_layers', '__call__'):
+            got, want = (tensors(getattr(m, method)(x)) for m in (model, before))
+            for one, other in zip(got, want, strict=True):
+                torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+    with pytest.raises(ValueError, match='65 tokens, but no image'):
+        model.blocks(torch.randn(2, 65, 24))
+
+
+def test_methods_with_activation_checkpointing_and_another_image_before_the_backward_pass():
+    model = randomised(vit()).train()
+    convert_norms(model, (64, 64))
+    gradients = []
+    for checkpointing in (False, True):
+        model.set_grad_checkpointing(checkpointing)
+        model.zero_grad()
+        sum(model.forward_features(images(size)).square().sum() for size in ((64, 96), (80, 80))).backward()
+        gradients.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
+    for got, want in zip(*gradients, strict=True):
+        torch.testing.assert_close(got, want)
+
+
+def test_sizes_of_a_model_that_changed():
     model, size, _ = make('vit')
     convert_norms(model, size)
-    with pytest.raises(ValueError, match=r'65 tokens .*forward_features'):
-        model.forward_features(images(size))
-    model(images(size)).sum()  # which leaves a graph, but no backward pass is under way
-    with pytest.raises(ValueError, match=r'65 tokens .*forward_features'):
-        model.forward_features(images(size))
     model.patch_embed.proj.stride = 4
     with pytest.raises(ValueError, match=r'8 x 8 .*64 x 64 .*226'):
         model(images(size))
+
+
+class Asking(nn.Module):
+    """A model that takes a dict, and needs to be told to interpolate."""
+
+    def __init__(self):
+        super().__init__()
+        self.vit = vit()
+
+    def forward(self, inputs, interpolate=False):
+        if not interpolate:
+            raise ValueError('interpolate')
+        return self.vit(inputs['image'])
+
+
+def test_a_model_that_takes_more_than_images():
+    model = Asking()
+    with pytest.raises(ValueError, match='call=lambda model, images'):
+        convert_norms(model, (64, 64))
+    report = convert_norms(model, (64, 64), call=lambda model, images: model(dict(image=images), interpolate=True))
+    assert len(report.converted) == 4 and len(report.sizes) == 3
+    assert model(dict(image=images((72, 96))), interpolate=True).isfinite().all()
+
+
+class Text(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(9, 16)
+        self.norm = nn.LayerNorm(16)
+
+    def forward(self, words):
+        (_, _) = words.shape
+        return self.norm(self.embed(words))
+
+
+def test_models_that_cannot_be_converted_say_why():
+    with pytest.raises(ValueError, match='not an image model'):
+        convert_norms(Text())
+    with torch.device('meta'):
+        empty = vit()
+    with pytest.raises(ValueError, match=r'meta device.*to_empty'):
+        convert_norms(empty, (64, 64))
+    report = convert_norms(vit(patch_drop_rate=0.5), (64, 64))
+    assert report.converted == {}
+    assert '2 x 33 x 24, and not 2 x 65 x 24' in report.kept['blocks.0.norm1']
+
+
+class Hybrid(nn.Module):
+    """A block on tokens row by row, and one on tokens column by column."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Conv2d(3, 16, 8, 8)
+        self.right, self.turned = (
+            nn.TransformerEncoderLayer(16, 4, 32, norm_first=True, batch_first=True, dropout=0.0) for _ in range(2)
+        )
+
+    def forward(self, x):
+        x = self.embed(x)
+        y = self.right(x.flatten(2).mT).mT.reshape(x.shape)
+        return self.turned(y.mT.flatten(2).mT)
+
+
+def test_the_summary_has_five_lines_and_a_dict_has_everything():
+    report = convert_norms(Ways(), (64, 96))
+    summary = str(report).splitlines()
+    assert len(summary) == 5 and '2 of 7 LayerNorm converted; seen at 64 x 96' in summary[0]
+    hybrid = Hybrid()
+    report_in_part = convert_norms(hybrid, (64, 64))
+    assert {*report_in_part.converted} == {'right.norm1', 'right.norm2'}
+    assert 'in part: 2 of 4 LayerNorm, and 2 of residual blocks stay' in str(report_in_part).splitlines()[0]
+    everything = json.loads(json.dumps(report.to_dict()))
+    assert everything['kept'] == report.kept and everything['converted'].keys() == report.converted.keys()
+    assert everything['converted']['block.norm1']['grid'] == [8, 12]
 
 
 def test_a_model_that_cannot_be_run_says_why():
