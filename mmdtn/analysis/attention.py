@@ -55,7 +55,7 @@ def attention_distance(seen: BlockTokens, image: int = 0) -> AttentionDistance:
 
 def attention(seen: BlockTokens, image: int = 0) -> Iterator[AttentionWeights]:
     """Attention of a block, in chunks of queries: every query once."""
-    module: nn.Module = seen.block.attn
+    module: Any = seen.block.attn
     x = seen.after['norm1'][image : image + 1]
     with torch.no_grad(), _Record() as record:
         module(x)

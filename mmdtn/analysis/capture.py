@@ -1,4 +1,4 @@
-"""The tokens of every block of a backbone, watched while the model runs."""
+"""Records the tokens of every block of a backbone while the model runs."""
 
 import math
 from contextlib import AbstractContextManager
@@ -9,22 +9,26 @@ from typing import Any
 from torch import Tensor, nn
 
 from mmdtn.backbones.layers import Block
+from mmdtn.norms import DTN
 
 
 @dataclass
 class BlockTokens:
-    """What went through one block: ``B x H x W x C``, or ``B x 1 x (1 + H * W) x C`` with a class token in front."""
+    """Tokens of one block: ``B x H x W x C``, or ``B x 1 x (1 + H * W) x C`` with a class token in front.
+
+    For a converted model, those on the grid, around the DTN layers of one module.
+    """
 
     name: str
-    block: Block
+    block: nn.Module
     grid: tuple[int, int] = (0, 0)  # of what comes in
-    before: dict[str, Tensor] = field(default_factory=dict)  # by norm, norm1 and norm2
+    before: dict[str, Tensor] = field(default_factory=dict)  # by norm, as norm1 and norm2
     after: dict[str, Tensor] = field(default_factory=dict)
     output: Tensor | None = None
 
     @property
     def has_class_token(self) -> bool:
-        return self.before['norm1'].shape[1:3] != self.grid
+        return next(iter(self.before.values())).shape[1:3] != self.grid
 
     def on_grid(self, tokens: Tensor) -> Tensor:
         """``B x H x W x C``, without the class token, which has no place there."""
@@ -32,7 +36,9 @@ class BlockTokens:
 
 
 class Capture(AbstractContextManager):
-    """Watches the blocks of every backbone of this project within a model; changes nothing in it.
+    """Watches the blocks of every backbone of this project within a model, or the DTN layers of a converted one.
+
+    Changes nothing in the model.
 
     ``blocks`` are in the order of the model, those of the last forward pass.
 
@@ -47,10 +53,17 @@ class Capture(AbstractContextManager):
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._blocks = {n: BlockTokens(n, m) for n, m in model.named_modules() if isinstance(m, Block)}
+        self._norms = {name: ['norm1', 'norm2'] for name in self._blocks}
+        if not self._blocks:
+            for path in (name for name, module in model.named_modules() if isinstance(module, DTN)):
+                parent, _, name = path.rpartition('.')
+                self._blocks[parent] = BlockTokens(parent, model.get_submodule(parent))
+                self._norms.setdefault(parent, []).append(name)
         if not self._blocks:
             raise ValueError(
-                f'{type(model).__name__} has no block of PVTDTN, SwinDTN, ViTDTN, T2TViTDTN or LeViTDTN. Only these '
-                "can be looked into; with norm_cfg=dict(type='LN') they are the published models, LeViTDTN with None."
+                f'{type(model).__name__} has no block of PVTDTN, SwinDTN, ViTDTN, T2TViTDTN or LeViTDTN, and no DTN '
+                "layer of convert_norms. Only these can be looked into; with norm_cfg=dict(type='LN') the former are "
+                'the published models, LeViTDTN with None.'
             )
 
     def __enter__(self) -> 'Capture':
@@ -59,12 +72,17 @@ class Capture(AbstractContextManager):
             module.register_forward_hook(self._note_grid)
             for name, module in self._model.named_modules()
             if name.rpartition('.')[2] == 'patch_embed'
+            and any(isinstance(t.block, Block) for t in self._blocks.values())
         ]
         for tokens in self._blocks.values():
-            for name in ('norm1', 'norm2'):
+            converted = not isinstance(tokens.block, Block)
+            note = self._note_converted if converted else self._note_norm
+            for name in self._norms[tokens.name]:
                 norm = tokens.block.get_submodule(name)
-                self._handles.append(norm.register_forward_hook(partial(self._note_norm, tokens, name)))
-            self._handles.append(tokens.block.register_forward_hook(partial(self._note_output, tokens)))
+                # In front of the hook that turns the output of a converted norm to channels first again.
+                self._handles.append(norm.register_forward_hook(partial(note, tokens, name), prepend=converted))
+            note_output = self._note_output_of_converted if converted else self._note_output
+            self._handles.append(tokens.block.register_forward_hook(partial(note_output, tokens)))
         return self
 
     def __exit__(self, *error: Any) -> None:
@@ -88,6 +106,26 @@ class Capture(AbstractContextManager):
             height, width = x.shape[1:3]
             # As one row, with one token more than the grid of the last patch embedding: the class token has joined.
             tokens.grid = self._grid if (height, width) == (1, 1 + math.prod(self._grid)) else (height, width)
+
+    def _note_converted(self, tokens: BlockTokens, name: str, module: nn.Module, inputs: Any, output: Tensor) -> None:
+        x, *where = inputs
+        if where:  # flat tokens
+            grid, prefix = where
+            x, output = (flat[:, prefix:].unflatten(1, grid) for flat in (x, output))
+        tokens.before[name], tokens.after[name] = x.detach(), output.detach()
+        tokens.grid = x.shape[1], x.shape[2]
+
+    def _note_output_of_converted(self, tokens: BlockTokens, module: nn.Module, inputs: Any, output: Any) -> None:
+        """In whichever form the block returns them; if in none that fits the grid, those in front of its last norm."""
+        *_, tokens.output = tokens.before.values()
+        y = output[0] if isinstance(output, tuple) else output
+        height, width = tokens.grid
+        if y.dim() == 4 and y.shape[1:3] == tokens.grid:
+            tokens.output = y.detach()
+        elif y.dim() == 4 and y.shape[2:] == tokens.grid:
+            tokens.output = y.detach().permute(0, 2, 3, 1)
+        elif y.dim() == 3 and y.shape[1] >= height * width:
+            tokens.output = y.detach()[:, -height * width :].unflatten(1, tokens.grid)
 
     def _note_output(self, tokens: BlockTokens, module: nn.Module, inputs: Any, output: Tensor) -> None:
         tokens.output = output.detach()

@@ -106,7 +106,7 @@ def short(name: str) -> str:
     """``backbone.stages.0.blocks.1.norm2`` as ``0.1 norm2``."""
     parts = name.split('.')
     numbers = '.'.join(part for part in parts if part.isdigit())
-    return f'{numbers} {parts[-1]}' if parts[-1].startswith('norm') else numbers
+    return numbers if parts[-1].isdigit() else f'{numbers} {parts[-1]}'.strip()
 
 
 def magnitudes(layers: dict[str, tuple[Array, Array]], image: Array) -> Figure:

@@ -60,7 +60,7 @@ class ConversionReport:
         lines = [self._headline()]
         if grids:
             lines.append('  converted: ' + ', '.join(f'{number} on {grid} tokens' for grid, number in grids.items()))
-        lines += [f'  not converted: {number}, each of which {why}' for why, number in self.reasons().most_common()]
+        lines += [f'  {number} not converted: each {why}' for why, number in self.reasons().most_common()]
         if self.others:
             kinds = Counter(self.others.values()).most_common()
             lines.append('  no LayerNorm: ' + ', '.join(f'{number} {what}' for what, number in kinds))

@@ -180,6 +180,36 @@ def test_a_bare_backbone_on_a_folder(shapes, tmp_path):
     assert float(distances[0]['uniform_tokens']) == pytest.approx(windows_of_seven(), rel=1e-4)
 
 
+CONVERTED = """
+custom_imports = dict(imports=['mmdtn', 'mmpretrain.models'])
+model = dict(type='ConvertedBackbone', example_size=(64, 64), backbone=dict({backbone}))
+"""
+BACKBONES = dict(
+    vit="type='mmpretrain.VisionTransformer', img_size=224, patch_size=16, out_type='avg_featmap',"
+    'arch=dict(embed_dims=24, num_layers=2, num_heads=3, feedforward_channels=48)',
+    convnext="type='mmpretrain.ConvNeXt', arch=dict(depths=[1] * 4, channels=[8, 16, 24, 32])",
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('name', BACKBONES)
+def test_a_converted_backbone(shapes, tmp_path, name):
+    config = tmp_path / f'{name}.py'
+    size = dict(vit=(224, 224), convnext=(256, 256))[name]
+    config.write_text(CONVERTED.format(backbone=BACKBONES[name]).replace('(64, 64)', str(size)))
+    out = tmp_path / 'out'
+    page = run(
+        config, save(config, tmp_path / 'it.pth'), '--images', shapes / 'val', '--number', '2', '--out', out
+    )  # fmt: skip
+    layers = dict(vit=4, convnext=4)[name]
+    assert f'DTN layers of model 1{layers}' in page.text and 'Attention distance' in page.text
+    assert len({row['layer'] for row in read(out / 'lambda.csv')}) == layers
+    assert all(float(row['lambda_var']) == pytest.approx(0.999) for row in read(out / 'lambda.csv'))
+    grids = {(row['row'], row['column']) for row in read(out / 'token_magnitudes.csv')}
+    assert len(grids) == dict(vit=14 * 14, convnext=56 * 56)[name]
+    assert {row['statistics'] for row in read(out / 'variation_coefficient.csv')} == {'LN', 'IN', 'DTN'}
+
+
 def windows_of_seven() -> float:
     places = np.array([(y, x) for y in range(7) for x in range(7)])
     return float(np.linalg.norm(places[:, None] - places[None], axis=-1).mean())
