@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from mmdtn.norms import DTN, Place, build_norm, norm_class
 from mmdtn.norms.dtn import mix_of
 
-from .grids import Call, Found, survey
+from .grids import Call, Found, layer_norms, survey
 from .image_size import ImageSize, Placed, channels_first_again
 from .layouts import Layout, Size, by
 
@@ -135,8 +135,8 @@ def convert_norms(
         >>> len(report.converted), report.kept['norm']
     """
     including, excluding = (None if p is None else [p] if isinstance(p, str) else list(p) for p in (include, exclude))
-    found = survey(model, example_size, call or _plainly)
-    _check_patterns([*(including or ()), *(excluding or ())], [f.name for f in found.norms])
+    _check_patterns([*(including or ()), *(excluding or ())], [*layer_norms(model)])
+    found = survey(model, example_size, call or _plainly, lambda f: not _why_not(f, including, excluding))
     report = ConversionReport(type(model).__name__, found.sizes, others=found.others)
     image = ImageSize(found.sizes[0] if len(found.sizes) == 1 else None)
     modules, new, told = dict(model.named_modules()), {}, False
@@ -209,13 +209,13 @@ def _why_not(f: Found, including: list[str] | None, excluding: list[str] | None)
         return EXCLUDED
     if including is not None and not any(re.search(pattern, f.name) for pattern in including):
         return NOT_INCLUDED
-    if f.layout is None:
+    if f.why:
         return f.why
     if including is None and not f.in_block:
         where = f.parent or 'the model'
         return f'is in no residual block: with weights of zero {where} does not return what it is given'
-    if including is None and min(f.grid) < FEWEST_TOKENS:
-        return f'has a grid of {by(f.grid)} tokens, less than {FEWEST_TOKENS} a side'
+    if including is None and f.layout and min(f.grid) < FEWEST_TOKENS:
+        return f'has a grid of {by(f.grid)} tokens: less than {FEWEST_TOKENS} a side'
     return ''
 
 

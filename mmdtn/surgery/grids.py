@@ -18,7 +18,7 @@ from mmdtn.errors import first_line
 from mmdtn.norms.base import TORCHS_BATCH_AND_INSTANCE_NORMS
 
 from .layouts import Layout, Size, fitting_layouts
-from .order import Claim, Residual, Values, call_with, judge, residual, same_tokens, tensors
+from .order import Claim, Residual, Values, call_with, judge, residual, tensors
 
 BATCH = 2  # so that windows, which models put into the batch, show
 CHECKPOINTING = ('with_cp', 'grad_checkpointing', 'gradient_checkpointing')  # MM's name for it, timm's, Hugging Face's
@@ -49,10 +49,11 @@ class Survey:
     entrance: str = ''  # the module that is given the images first; the model itself if none is
 
 
-def survey(model: nn.Module, example: tuple[int, ...], call: Call) -> Survey:
+def survey(model: nn.Module, example: tuple[int, ...], call: Call, wanted: Callable[[Found], bool]) -> Survey:
     """Runs ``model`` by ``call`` on images of up to three sizes, ``example`` first. Nothing in it changes.
 
-    ``example`` is ``(height, width)`` of images with three channels, or ``(channels, height, width)``.
+    Proves the order of tokens for ``wanted`` norms. ``example`` is ``(height, width)`` of images with three channels,
+    or ``(channels, height, width)``.
     """
     if not isinstance(example, tuple | list) or len(example) not in (2, 3):
         raise ValueError(f'example_size={example!r}: give (height, width), or (channels, height, width).')
@@ -65,7 +66,7 @@ def survey(model: nn.Module, example: tuple[int, ...], call: Call) -> Survey:
     size = (size[0], size[1])
     called = _Called(model, call)
     images = partial(_images, model, channels)
-    norms = {name: module for name, module in model.named_modules() if is_layer_norm(module)}
+    norms = layer_norms(model)
     with _in_mode(model, training=False):
         watched = _Watch(called, norms)
         try:
@@ -81,7 +82,8 @@ def survey(model: nn.Module, example: tuple[int, ...], call: Call) -> Survey:
     for name in norms:
         this, layouts = _look_at(name, watched, runs, of_training)
         found.append(this)
-        claims.extend(Claim(name, layout, *watched.adds_to.get(name, ())) for layout in layouts)
+        if wanted(this):
+            claims.extend(Claim(name, layout, *watched.shares.get(name, ())) for layout in layouts)
     with _in_mode(model, training=False):
         wrong: dict[Claim, str] = {}
         for of_proof in [*runs][:2]:
@@ -93,14 +95,21 @@ def survey(model: nn.Module, example: tuple[int, ...], call: Call) -> Survey:
         if this.layout is not None:
             this.grid = this.layout.grid(size)
         else:
-            this.why = this.why or next(iter(claimed.values()))
+            this.why = this.why or next(iter(claimed.values()), '')
     return Survey(found, watched.others, [*runs], watched.entrance or '')
 
 
-def is_layer_norm(module: nn.Module) -> bool:
-    """By its attributes, as some packages write their own. Whether it computes LayerNorm is seen when it runs."""
+def layer_norms(model: nn.Module) -> dict[str, nn.Module]:
+    """Modules that may be LayerNorm, by name. Some packages write their own, with torch's attributes.
+
+    Whether they compute LayerNorm is seen when they run.
+    """
     own = ('normalized_shape', 'weight', 'bias', 'eps')
-    return isinstance(module, nn.LayerNorm) or all(hasattr(module, name) for name in own)
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, nn.LayerNorm) or all(hasattr(module, attribute) for attribute in own)
+    }
 
 
 class _Called(nn.Module):
@@ -195,7 +204,7 @@ class _Watch(TorchFunctionMode):
         self.callers = {name: _callers(name, modules) for name in norms}
         self.blocks: dict[str, Residual] = {}
         self.in_block: set[str] = set()  # norms
-        self.adds_to: dict[str, tuple[str, int]] = {}  # by norm: a residual block, and which input of it
+        self.shares: dict[str, tuple[str, int]] = {}  # by norm: the block with the same tokens, and which input
         self.entrance: str | None = None
         self._calls: dict[str, tuple[tuple, dict]] = {}  # the first one of each module that may be a block
         self._inside: list[str] = []  # the modules that are being called, from the outermost on
@@ -237,18 +246,16 @@ class _Watch(TorchFunctionMode):
         seen: dict[str, Residual | None] = {}
         for name, callers in self.callers.items():
             for caller in callers:
-                if caller not in self._calls:
-                    continue
-                args, kwargs = self._calls[caller]
-                if caller not in seen:
-                    seen[caller] = residual(self.modules[caller], args, kwargs)
-                if block := seen[caller]:
-                    form = self.form.get(name, '')
-                    is_given, source = same_tokens(self.modules[caller], block, args, kwargs, self.norms[name], form)
-                    if caller == callers[0] or is_given or source is not None:
+                if caller not in seen and caller in self._calls:
+                    inside = {
+                        n: (norm, self.form.get(n, '')) for n, norm in self.norms.items() if caller in self.callers[n]
+                    }
+                    seen[caller] = residual(self.modules[caller], *self._calls[caller], inside)
+                if block := seen.get(caller):
+                    if name in block.shared:
+                        self.shares[name] = caller, block.shared[name]
+                    if caller == callers[0] or name in block.shared:
                         self.in_block.add(name)
-                    if not is_given and source is not None:
-                        self.adds_to[name] = caller, source
                     break
         self.blocks = {name: block for name, block in seen.items() if block is not None}
         self._calls.clear()

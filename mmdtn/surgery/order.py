@@ -7,7 +7,7 @@ that bit alone. Meanwhile residual blocks hand on what they are given, as attent
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cache, partial
 from itertools import zip_longest
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from mmdtn.norms.base import TORCHS_BATCH_AND_INSTANCE_NORMS
 
@@ -25,6 +25,7 @@ SEEDS = 3  # of random weights, for norms that are given what their block has co
 CLEAR = 0.5  # a token is at least three times as far from one image as from the other
 SILENT = 1e-6  # of the largest change: the token does not come from the image
 MOST = 0.9  # of the tokens, which show that the weights mixed little
+LINEAR = 0.2  # gain of linear layers
 CENTRE = 50  # how much larger the centre of a convolution's kernel is than the rest of it
 MISPLACED = 'has tokens in another order than row by row'
 UNPROVED = 'has tokens whose order cannot be proved'
@@ -33,10 +34,17 @@ Values = dict[str, Tensor]  # parameters and buffers by name
 
 
 class Residual(NamedTuple):
-    """What makes a residual block an identity: values of its parameters. And which of its inputs each output equals."""
+    """A residual block: what it returns where its branches add nothing, and norms that share its tokens."""
 
-    values: Values
-    sources: list[int]
+    sources: list[int]  # for each tensor that it returns, the input that it equals
+    leaves: list[Any]  # of what it returns, with the class Tensor in the place of tensors
+    structure: TreeSpec
+    shared: dict[str, int]  # norms that are given the tokens of an input, or that add to them
+
+    def hand_on(self, inputs: list[Tensor]) -> Any:
+        """What it returns if it is an identity."""
+        tensors_ = iter(inputs[source] for source in self.sources)
+        return tree_unflatten([next(tensors_) if leaf is Tensor else leaf for leaf in self.leaves], self.structure)
 
 
 class Claim(NamedTuple):
@@ -49,6 +57,10 @@ class Claim(NamedTuple):
     layout: Layout
     block: str = ''
     source: int = 0  # which of the block's inputs
+
+    @property
+    def place(self) -> str:
+        return self.block or self.norm
 
 
 class Verdict(NamedTuple):
@@ -73,18 +85,70 @@ class Response(NamedTuple):
     of_both: Tensor  # of the two images from each other: h x w
 
 
-def residual(module: nn.Module, args: tuple, kwargs: dict) -> Residual | None:
-    """Says whether a module is a residual block: with suitable parameters it returns what it was given."""
+def residual(module: nn.Module, args: tuple, kwargs: dict, norms: dict[str, tuple[Any, str]]) -> Residual | None:
+    """Finds out whether a module is a residual block: with suitable parameters it returns what it was given.
+
+    ``norms`` are those inside, with their forms.
+    """
     inputs = given(args, kwargs)
-    for values in ({name: torch.zeros_like(p) for name, p in module.named_parameters()}, _handing_on(module)):
+    for values in (_handing_on(module), {name: torch.zeros_like(p) for name, p in module.named_parameters()}):
+        run = partial(call_with, module, values)
+        taken: dict[str, Tensor | None] = {}
         try:
-            outputs = tensors(call_with(module, values, *_copies((args, kwargs))))
+            with ExitStack() as stack:
+                for name, (norm, _) in norms.items():
+                    note = partial(_note_input, taken, name)
+                    stack.enter_context(norm.register_forward_pre_hook(note, with_kwargs=True))
+                leaves, structure = tree_flatten(run(*_copies((args, kwargs))))
         except Exception:  # of a module that divides by a parameter, say
             continue
-        sources = [[i for i, x in enumerate(inputs) if _alike(x, y)] for y in outputs]
+        sources = [[i for i, x in enumerate(inputs) if _alike(x, y)] for y in tensors(leaves)]
         if sources and all(sources):
-            return Residual(values, [some[0] for some in sources])
+            block = Residual(
+                [some[0] for some in sources],
+                [Tensor if isinstance(leaf, Tensor) else leaf for leaf in leaves],
+                structure,
+                {},
+            )
+            for name, x in taken.items():
+                norm, form = norms[name]
+                if x is None or not form:
+                    continue
+                flat = partial(channels_last, channels=norm.normalized_shape[0], form=form)
+                same = [i for i, y in enumerate(inputs) if _alike(flat(x), flat(y))]
+                if not same:
+                    same = _adds_to(norm, form, inputs, block, partial(run, *_copies((args, kwargs))))
+                if same:
+                    block.shared[name] = same[0]
+            return block
     return None
+
+
+def _note_input(taken: dict[str, Tensor | None], name: str, norm: nn.Module, args: tuple, kwargs: dict) -> None:
+    """None for a norm that is called twice."""
+    taken[name] = None if name in taken else given(args, kwargs)[0]
+
+
+def _adds_to(norm: Any, form: str, inputs: list[Tensor], block: Residual, run: Callable[[], Any]) -> list[int]:
+    """The inputs of a residual block to which a norm adds its tokens, as one behind attention does.
+
+    The norm adds a number to each token that it returns, and these numbers arrive in the tokens that the block returns.
+    """
+    flat = partial(channels_last, channels=norm.normalized_shape[0], form=form)
+    numbers: list[Tensor] = []
+
+    def number(_: nn.Module, args: tuple, y: Tensor) -> Tensor:
+        numbers.append(torch.arange(1, flat(y).shape[1] + 1).to(y)[:, None].expand_as(flat(y)))
+        added = numbers[-1]
+        return y + (added.mT.unflatten(2, y.shape[2:]) if form == 'B x C x H x W' else added.reshape(y.shape))
+
+    with norm.register_forward_hook(number):
+        numbered = tensors(run())
+    return [
+        source
+        for source, y in zip(block.sources, numbered, strict=True)
+        if _alike(flat(y - inputs[source]), numbers[0], tolerance=1e-2)
+    ]
 
 
 def _alike(x: Tensor, y: Tensor, tolerance: float = 1e-6) -> bool:
@@ -115,36 +179,6 @@ def _no_statistics(norm: Any) -> Values:
     return dict(
         running_mean=torch.zeros_like(norm.running_mean), running_var=torch.full_like(norm.running_var, 1 - norm.eps)
     )
-
-
-def same_tokens(
-    module: nn.Module, block: Residual, args: tuple, kwargs: dict, norm: Any, form: str
-) -> tuple[bool, int | None]:
-    """Says whether a norm is given the tokens of the residual block around it, and which input it adds its tokens to.
-
-    The latter is so behind attention, in front of a residual sum: numbers that the norm adds to the tokens that it
-    returns arrive at the same tokens of what the block returns.
-    """
-    (channels,) = norm.normalized_shape
-    flat = partial(channels_last, channels=channels, form=form)
-    taken: list[Tensor] = []
-    numbers: list[Tensor] = []
-
-    def number(_: nn.Module, args: tuple, kwargs: dict, y: Tensor) -> Tensor:
-        taken.append(flat(given(args, kwargs)[0]))
-        numbers.append(torch.arange(1, flat(y).shape[1] + 1).to(y)[:, None].expand_as(flat(y)))
-        if form == 'B x C x H x W':
-            return y + numbers[-1].mT.unflatten(2, y.shape[2:])
-        return y + numbers[-1].reshape(y.shape)
-
-    outputs = tensors(call_with(module, block.values, *_copies((args, kwargs))))
-    with norm.register_forward_hook(number, with_kwargs=True):
-        numbered = tensors(call_with(module, block.values, *_copies((args, kwargs))))
-    if len(taken) != 1:
-        return False, None
-    moved = [flat(a - b) for a, b in zip(numbered, outputs, strict=True)]
-    adds_to = (source for source, some in zip(block.sources, moved, strict=True) if _alike(some, numbers[0], 1e-2))
-    return any(_alike(taken[0], flat(x)) for x in given(args, kwargs)), next(adds_to, None)
 
 
 def given(args: tuple, kwargs: dict) -> list[Tensor]:
@@ -181,30 +215,26 @@ def judge(
     """Says what is wrong with each claim. Nothing is, where every token was proved to lie as claimed.
 
     ``run`` calls ``model`` with other values on a batch of images of the size of ``image``, and ``blocks`` are its
-    residual blocks. Norms that are given what their block is given are judged while all blocks are identities. Then
-    each token comes from its own patch alone, and all norms of the same tokens get the same verdict. Where a block
-    computes something first, it does so with weights that mix little, and identities replace what the blocks return.
+    residual blocks, which hand on what they are given. So each token of a block comes from its own patch alone, and all
+    norms of the same tokens get the same verdict. Where a norm is given what its block has computed, the block computes
+    it with weights that mix little, before it hands on its input.
     """
     size = (image.shape[1], image.shape[2])
-    zeroed = {f'{name}.{key}': value for name, block in blocks.items() for key, value in block.values.items()}
     verdicts: dict[Claim, Verdict] = {}
     for alike in _of_one_unit(claims):
         bits, mixtures = _mixtures(alike, image)
-        values = _nearsighted(model, 0, without=zeroed) | zeroed
-        responses = _responses(alike, model, partial(run, values, mixtures), size)
-        verdicts |= {claim: _verdict(claim.layout, responses[claim], bits, size) for claim in alike}
-        proved = {claim.norm for claim, verdict in verdicts.items() if not verdict.wrong}
-        unclear = [c for c in alike if c.norm not in proved and not c.block and not verdicts[c].clear]
-        sums: dict[Claim, list[Response]] = {}
-        for seed in range(1, SEEDS + 1):
-            if not unclear:
-                break
-            with _identities(model, blocks):
+        unclear = alike
+        sums: dict[Claim, list[Response]] = defaultdict(list)
+        for seed in range(SEEDS):
+            with _identities(model, blocks, {claim.place for claim in unclear}):
                 responses = _responses(unclear, model, partial(run, _nearsighted(model, seed), mixtures), size)
             for claim in unclear:
-                sums[claim] = [_sum(*both) for both in zip_longest(sums.get(claim, []), responses[claim])]
+                sums[claim] = [_sum(*both) for both in zip_longest(sums[claim], responses[claim])]
                 verdicts[claim] = _verdict(claim.layout, sums[claim], bits, size)
-            unclear = [claim for claim in unclear if verdicts[claim].wrong]
+            proved = {claim.norm for claim in unclear if not verdicts[claim].wrong}
+            unclear = [c for c in unclear if c.norm not in proved and not c.block and not verdicts[c].clear]
+            if not unclear:
+                break
     return {claim: verdict.wrong for claim, verdict in verdicts.items()}
 
 
@@ -259,7 +289,7 @@ def _responses(
     with ExitStack() as stack:
         for claim in claims:
             (channels,) = model.get_submodule(claim.norm).normalized_shape  # type: ignore[misc, union-attr]
-            module = model.get_submodule(claim.block or claim.norm)
+            module = model.get_submodule(claim.place)
             stack.enter_context(module.register_forward_pre_hook(partial(note, claim, channels), with_kwargs=True))
         run()
     return found
@@ -323,16 +353,18 @@ def _power(stride: int) -> int:
     return (stride & -stride).bit_length() - 1
 
 
-def _nearsighted(model: nn.Module, seed: int, without: Collection[str] = ()) -> Values:
+def _nearsighted(model: nn.Module, seed: int) -> Values:
     """Random weights that leave a token close to its place, as trained ones need not: order is a matter of the code.
 
-    Kernels of convolutions have large centres.
+    Kernels of convolutions have large centres. Linear layers reduce what they are given, and branches have more of them
+    than shortcuts.
     """
     generator = torch.Generator().manual_seed(seed)
 
     @cache
     def weight(shape: torch.Size) -> Tensor:
-        w = torch.randn(shape, generator=generator) * (2 / shape[1:].numel() ** 0.5)
+        gain = LINEAR if len(shape) == 2 else 1
+        w = torch.randn(shape, generator=generator) * (gain / shape[1:].numel() ** 0.5)
         if len(shape) == 4 and shape[2] % 2 == shape[3] % 2 == 1 < shape[2] * shape[3]:
             off_centre = torch.ones(shape[2:], dtype=torch.bool)
             off_centre[shape[2] // 2, shape[3] // 2] = False
@@ -341,8 +373,6 @@ def _nearsighted(model: nn.Module, seed: int, without: Collection[str] = ()) -> 
 
     values = {}
     for name, p in model.named_parameters():
-        if name in without:
-            continue
         if sum(side > 1 for side in p.shape) > 1:
             values[name] = weight(p.shape).to(p)
         elif name.endswith('bias'):
@@ -356,23 +386,23 @@ def _nearsighted(model: nn.Module, seed: int, without: Collection[str] = ()) -> 
 
 
 @contextmanager
-def _identities(model: nn.Module, blocks: dict[str, Residual]) -> Iterator[None]:
-    """Makes the blocks return what they are given, after they have computed what they compute."""
+def _identities(model: nn.Module, blocks: dict[str, Residual], places: set[str]) -> Iterator[None]:
+    """Makes the blocks return what they are given. Those with one of ``places`` inside are run before they do."""
+
+    def hand_on(block: Residual, forward: Callable[..., Any] | None, *args: Any, **kwargs: Any) -> Any:
+        if forward is not None:
+            copied_args, copied_kwargs = _copies((args, kwargs))
+            returned = forward(*copied_args, **copied_kwargs)
+            block = block._replace(leaves=[Tensor if isinstance(v, Tensor) else v for v in tree_leaves(returned)])
+        return block.hand_on(given(args, kwargs))
+
     before = []
-
-    def hand_on(forward: Callable[..., Any], sources: list[int], *args: Any, **kwargs: Any) -> Any:
-        inputs = given(args, kwargs)
-        copied_args, copied_kwargs = _copies((args, kwargs))
-        leaves, structure = tree_flatten(forward(*copied_args, **copied_kwargs))
-        at = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-        for i, source in zip(at, sources, strict=True):
-            leaves[i] = inputs[source]
-        return tree_unflatten(leaves, structure)
-
     for name, block in blocks.items():
-        module = model.get_submodule(name)
+        module: Any = model.get_submodule(name)
+        inside = any(place.startswith(f'{name}.') for place in places)
+        computes = inside or any(leaf not in (None, Tensor) for leaf in block.leaves)  # as a size that it returns
         before.append((module, vars(module).get('forward')))
-        module.forward = partial(hand_on, module.forward, block.sources)  # type: ignore[method-assign]
+        module.forward = partial(hand_on, block, module.forward if computes else None)
     try:
         yield
     finally:

@@ -10,12 +10,15 @@ import pytest
 import timm
 import torch
 import torch.multiprocessing as mp
+import torchvision
 from mmengine.registry import MODELS
+from timm.models.metaformer import Attention, LayerNorm2dNoBias, LayerNormNoBias, MetaFormer, SepConv
 from torch import nn
 from torch._dynamo.testing import CompileCounter
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
+from torchvision.models.swin_transformer import PatchMergingV2, SwinTransformerBlockV2
 
 import mmdtn
 from mmdtn import checkpoints, convert_norms
@@ -181,11 +184,59 @@ def test_a_converted_mmdet_swin_is_swin_dtn():
 
 
 def test_tokens_in_another_order_are_refused():
-    model = timm.create_model('hiera_tiny_224', embed_dim=8, num_heads=1, stages=(1, 1, 2, 1))
+    model = timm.create_model('hiera_tiny_224', embed_dim=8, num_heads=1, stages=(2, 2, 2, 2))
     report = convert_norms(model)
-    assert report.converted == {}
-    counts_fit = [n for n in report.kept if n.startswith('blocks.') and n != 'blocks.4.norm2']
-    assert all('tokens in another order than row by row' in report.kept[n] for n in counts_fit) and len(counts_fit) > 8
+    assert {*report.converted} == {'blocks.7.norm1', 'blocks.7.norm2'}, 'one window, and so row by row'
+    refused = [n for n, why in report.kept.items() if 'in another order than row by row: ' in why]
+    assert refused == [f'blocks.{i}.norm{n}' for i in (0, 1, 3, 5) for n in (1, 2)]
+
+
+@pytest.mark.parametrize(
+    ('make', 'number'),
+    [
+        (
+            lambda: MetaFormer(
+                depths=[1] * 4,
+                dims=(8, 16, 32, 32),
+                token_mixers=[SepConv, SepConv, Attention, Attention],
+                norm_layers=[LayerNorm2dNoBias] * 2 + [LayerNormNoBias] * 2,
+            ),
+            8,
+        ),  # a learned residual scale
+        (
+            lambda: torchvision.models.SwinTransformer(
+                (4, 4), 12, [1, 1], [1, 2], (4, 4), block=SwinTransformerBlockV2, downsample_layer=PatchMergingV2
+            ),
+            4,
+        ),  # norms behind attention
+        (
+            lambda: timm.create_model(
+                'tiny_vit_5m_224', embed_dims=(8, 16, 32, 32), num_heads=(1, 1, 1, 1), depths=(1, 1, 1, 1)
+            ),
+            3,
+        ),  # the sum is one module up
+        (
+            lambda: MODELS.build(
+                dict(
+                    type='mmpretrain.HorNet',
+                    arch=dict(
+                        base_dim=8, depths=[1] * 4, orders=[2, 2, 2, 2], dw_cfg=[dict(type='DW', kernel_size=7)] * 4
+                    ),
+                )
+            ),
+            8,
+        ),  # a LayerNorm class of its own
+    ],
+    ids=['caformer', 'swin_v2', 'tiny_vit', 'hornet'],
+)
+def test_blocks_of_many_kinds_are_found(make, number):
+    model = randomised(make())
+    model.eval()
+    before = copy.deepcopy(model)
+    report = convert_norms(model, warm_start=1.0)
+    assert len(report.converted) == number, report.details()
+    for got, want in zip(tensors(model(images((224, 224)))), tensors(before(images((224, 224)))), strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
 
 
 class Ways(nn.Module):
@@ -235,7 +286,7 @@ def test_what_stays_and_why():
     assert all(words in report.kept[name] for name, words in expected.items())
     assert report.others == {'rms': 'RMSNorm', 'batch': 'BatchNorm2d', '': 'F.layer_norm, called by the module itself'}
     assert 'the one at' in convert_norms(Ways(shuffle=True), (64, 96)).kept['block.norm1']
-    assert convert_norms(Ways(), (32, 64)).kept['block.norm1'] == 'has a grid of 4 x 8 tokens, less than 7 a side'
+    assert convert_norms(Ways(), (32, 64)).kept['block.norm1'] == 'has a grid of 4 x 8 tokens: less than 7 a side'
 
 
 def test_a_norm_with_two_names_is_replaced_under_both():
