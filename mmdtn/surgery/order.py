@@ -25,7 +25,7 @@ SEEDS = 3  # of random weights, for norms that are given what their block has co
 CLEAR = 0.5  # a token is at least three times as far from one image as from the other
 SILENT = 1e-6  # of the largest change: the token does not come from the image
 MOST = 0.9  # of the tokens, which show that the weights mixed little
-LINEAR = 0.2  # gain of linear layers
+OF_LINEAR, OF_NORM = 0.2, 0.02  # gains
 CENTRE = 50  # how much larger the centre of a convolution's kernel is than the rest of it
 MISPLACED = 'has tokens in another order than row by row'
 UNPROVED = 'has tokens whose order cannot be proved'
@@ -278,7 +278,7 @@ def _responses(
     found: dict[Claim, list[Response]] = {claim: [] for claim in claims}
 
     def note(claim: Claim, channels: int, module: nn.Module, args: tuple, kwargs: dict) -> None:
-        flat = channels_last(given(args, kwargs)[claim.source], channels, claim.layout.form).float()
+        flat = channels_last(given(args, kwargs)[claim.source], channels, claim.layout.form).double()
         tokens = flat[:, claim.layout.prefix :].unflatten(1, claim.layout.grid(size))
         first, second, *mixtures = tokens.unbind()
         from_first, from_second = (
@@ -356,14 +356,14 @@ def _power(stride: int) -> int:
 def _nearsighted(model: nn.Module, seed: int) -> Values:
     """Random weights that leave a token close to its place, as trained ones need not: order is a matter of the code.
 
-    Kernels of convolutions have large centres. Linear layers reduce what they are given, and branches have more of them
-    than shortcuts.
+    Kernels of convolutions have large centres. Norms and linear layers reduce what they are given, as branches have
+    more of them than shortcuts.
     """
     generator = torch.Generator().manual_seed(seed)
 
     @cache
     def weight(shape: torch.Size) -> Tensor:
-        gain = LINEAR if len(shape) == 2 else 1
+        gain = OF_LINEAR if len(shape) == 2 else 1
         w = torch.randn(shape, generator=generator) * (gain / shape[1:].numel() ** 0.5)
         if len(shape) == 4 and shape[2] % 2 == shape[3] % 2 == 1 < shape[2] * shape[3]:
             off_centre = torch.ones(shape[2:], dtype=torch.bool)
@@ -373,12 +373,15 @@ def _nearsighted(model: nn.Module, seed: int) -> Values:
 
     values = {}
     for name, p in model.named_parameters():
-        if sum(side > 1 for side in p.shape) > 1:
+        if p.dim() > 1 and p.shape[0] == 1:  # position embeddings
+            values[name] = torch.zeros_like(p)
+        elif p.dim() > 1:
             values[name] = weight(p.shape).to(p)
         elif name.endswith('bias'):
             values[name] = torch.zeros_like(p)
         elif p.dim() == 1 and name.endswith('weight'):
-            values[name] = torch.ones_like(p)
+            of_norm = hasattr(model.get_submodule(name.rpartition('.')[0]), 'normalized_shape')
+            values[name] = torch.full_like(p, OF_NORM if of_norm else 1)
     for path, module in model.named_modules():
         if isinstance(module, TORCHS_BATCH_AND_INSTANCE_NORMS):
             values |= {f'{path}.{name}'.lstrip('.'): value for name, value in _no_statistics(module).items()}
