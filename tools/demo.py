@@ -26,6 +26,7 @@ from mmengine.dataset import pseudo_collate
 from mmengine.runner import Runner
 
 from mmdtn.datasets import TRAIN, VAL, write_coco
+from mmdtn.errors import readable_errors
 
 TOOLS = Path(__file__).resolve().parent
 CONFIG = TOOLS.parent / 'configs' / 'demo' / 'mask-rcnn_pvt-dtn_shapes.py'
@@ -47,6 +48,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument('--train', type=int, default=TRAIN, help='pictures for training (%(default)s)')
     parser.add_argument('--val', type=int, default=VAL, help='pictures held out (%(default)s)')
     parser.add_argument('--epochs', type=int, help="the config's, if not said")
+    parser.add_argument('--debug', action='store_true', help='show the traceback of every error')
     return parser.parse_args()
 
 
@@ -150,8 +152,7 @@ def minutes(seconds: float) -> str:
     return f'{int(seconds) // 60} min {int(seconds) % 60:02} s'
 
 
-def main() -> None:
-    args = parse_args()
+def run(args: argparse.Namespace) -> None:
     started = time.monotonic()
     torch.set_num_threads(1)
     work_dir = Path(args.work_dir)
@@ -197,6 +198,12 @@ Demo finished in {minutes(time.monotonic() - started)}.
 
 Next, on GPUs, with COCO where MMDetection expects it (configs/pvt/README.md):
   {sys.executable} tools/train.py configs/pvt/mask-rcnn_pvt-t-dtn_fpn_1x_coco.py""")
+
+
+def main() -> None:
+    args = parse_args()
+    with readable_errors(args.debug):
+        run(args)
 
 
 if __name__ == '__main__':

@@ -70,7 +70,7 @@ def survey(model: nn.Module, example: tuple[int, ...], call: Call, wanted: Calla
     with _in_mode(model, training=False):
         watched = _Watch(called, norms)
         try:
-            runs = {size: watched.run(images(size), closely=True)}
+            runs = {size: watched.run(images(size), closely=True, values=_telling(norms))}
         except Exception as error:
             raise ValueError(_cannot_run(model, error, (BATCH, channels, *size))) from error
         watched.find_blocks()
@@ -110,6 +110,13 @@ def layer_norms(model: nn.Module) -> dict[str, nn.Module]:
         for name, module in model.named_modules()
         if isinstance(module, nn.LayerNorm) or all(hasattr(module, attribute) for attribute in own)
     }
+
+
+def _telling(norms: dict[str, nn.Module]) -> Values:
+    """Random weights of the norms: with those of the start, a norm behind another one changes nothing and is hidden."""
+    generator = torch.Generator().manual_seed(0)
+    parameters = ((f'{name}.{of}', p) for name, norm in norms.items() for of, p in norm.named_parameters(recurse=False))
+    return {name: (0.5 + torch.rand(p.shape, generator=generator)).to(p) for name, p in parameters}
 
 
 class _Called(nn.Module):

@@ -70,9 +70,11 @@ def _draw_boxes(visualizer: Any, image: np.ndarray, sample: Any, path: Path) -> 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('config')
-    parser.add_argument('--out', type=Path, required=True, help='directory for the pictures')
-    parser.add_argument('--split', choices=['train', 'val', 'test'], default='train')
-    parser.add_argument('--number', type=int, default=20, help='images, spread evenly over all (default: %(default)s)')
+    parser.add_argument('--out', '--output-dir', type=Path, required=True, help='directory for the pictures')
+    parser.add_argument('--split', '--phase', choices=['train', 'val', 'test'], default='train')
+    parser.add_argument(
+        '--number', '--show-number', type=int, default=20, help='images, spread evenly over all (default: %(default)s)'
+    )
     parser.add_argument('--cfg-options', nargs='+', action=DictAction, help='settings to change, as in a.b=1 c=[2,3]')
     parser.add_argument('--debug', action='store_true', help='show the traceback of every error')
     args = parser.parse_args(arguments)

@@ -21,6 +21,7 @@ from mmdtn.checkpoints.dtn import NORM_CFG as DTN_AUTHORS
 from mmdtn.checkpoints.format import State
 from mmdtn.checkpoints.formats import FORMATS, recognise
 from mmdtn.checkpoints.translation import split
+from mmdtn.errors import readable_errors
 from mmdtn.models import build, read_config
 
 
@@ -39,6 +40,7 @@ def parse_args() -> argparse.Namespace:
         help='LayerNorm to DTN: the share of LayerNorm in all statistics at the start, 0.999 if not said',
     )
     parser.add_argument('--resize', action='store_true', help='interpolate position embeddings and bias tables')
+    parser.add_argument('--debug', action='store_true', help='show the traceback of every error')
     return parser.parse_args()
 
 
@@ -71,8 +73,7 @@ def from_arch(name: str, state: State, said: str, warm_start: bool) -> Config:
     return Config(dict(model=dict(type=kind.backbone, arch=arch, norm_cfg=norm_cfg, **options)))
 
 
-def main() -> None:
-    args = parse_args()
+def convert(args: argparse.Namespace) -> None:
     try:
         checkpoint = checkpoints.load(args.source)
         state, settings = checkpoints.state_of(checkpoint, args.source), checkpoints.backbone_settings(checkpoint)
@@ -94,6 +95,12 @@ def main() -> None:
     checkpoints.write(args.out, dict(state_dict=converted, meta=meta))
     said = {key: value for key, value in cfg.model.get('backbone', cfg.model).items() if value is not None}
     print(f'written: {args.out}, for backbone={said}')
+
+
+def main() -> None:
+    args = parse_args()
+    with readable_errors(args.debug):
+        convert(args)
 
 
 if __name__ == '__main__':
