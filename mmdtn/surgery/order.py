@@ -25,7 +25,7 @@ SEEDS = 3  # of random weights, for norms that are given what their block has co
 CLEAR = 0.5  # a token is at least three times as far from one image as from the other
 SILENT = 1e-6  # of the largest change: the token does not come from the image
 MOST = 0.9  # of the tokens, which show that the weights mixed little
-OF_LINEAR, OF_NORM = 0.2, 0.02  # gains
+OF_LINEAR, OF_NORM = 0.2, 0.005  # gains
 CENTRE = 50  # how much larger the centre of a convolution's kernel is than the rest of it
 MISPLACED = 'has tokens in another order than row by row'
 UNPROVED = 'has tokens whose order cannot be proved'
@@ -320,12 +320,14 @@ def _verdict_of_call(layout: Layout, response: Response, bits: list[Bit], size: 
         if (number := bit.number - _power(stride)) < 0:
             continue  # it differs inside a patch
         patches = torch.arange(-1, grid[bit.axis] + 1, device=bad.device).clamp(0, (size[bit.axis] - 1) // stride)
-        is_set = _bit(patches, number).unsqueeze(1 - bit.axis if bit.axis else 1)
+        is_set = _bit(patches, number).unsqueeze(1 - bit.axis)
         own = is_set.narrow(bit.axis, 1, grid[bit.axis])
         before, behind = (is_set.narrow(bit.axis, start, grid[bit.axis]) for start in (0, 2))
         agreement = torch.where(own, towards_second, -towards_second)
-        misplaced |= agreement < -CLEAR
-        bad |= (agreement <= CLEAR) & (before == own) & (behind == own)
+        alone = (before == own) & (behind == own)
+        cut = ((patches + 1) * stride > size[bit.axis]).narrow(0, 1, grid[bit.axis])  # by the border of the image
+        misplaced |= (agreement < -CLEAR) & (alone | ~cut.unsqueeze(1 - bit.axis))
+        bad |= (agreement <= CLEAR) & alone
         unclear[bit.axis] += towards_second.abs() <= CLEAR
         code[bit.axis] += (towards_second > 0).long() << number
     bad |= misplaced
@@ -363,7 +365,7 @@ def _nearsighted(model: nn.Module, seed: int) -> Values:
 
     @cache
     def weight(shape: torch.Size) -> Tensor:
-        gain = OF_LINEAR if len(shape) == 2 else 1
+        gain = OF_LINEAR if shape[2:].numel() == 1 else 1
         w = torch.randn(shape, generator=generator) * (gain / shape[1:].numel() ** 0.5)
         if len(shape) == 4 and shape[2] % 2 == shape[3] % 2 == 1 < shape[2] * shape[3]:
             off_centre = torch.ones(shape[2:], dtype=torch.bool)
