@@ -27,12 +27,14 @@ from mmengine.runner import Runner
 
 from mmdtn.datasets import TRAIN, VAL, write_coco
 from mmdtn.errors import readable_errors
+from mmdtn.reports.enlarge import enlarge
 
 TOOLS = Path(__file__).resolve().parent
 CONFIG = TOOLS.parent / 'configs' / 'demo' / 'mask-rcnn_pvt-dtn_shapes.py'
 # For maps this small, two processes of one thread are faster than one process of two, which wait for each other.
 PROCESSES = 2
 PICTURES = 12
+ENLARGED = 3  # how many times the pictures are as large as the images
 ANALYZED = 4
 SCORE = 0.5  # what is drawn
 FIRST_SCORE = 0.3  # after the first epoch, when no object is certain yet
@@ -119,7 +121,7 @@ def draw(runner: Runner, folder: Path, pictures: int, score: float) -> None:
         with torch.no_grad():
             (sample,) = runner.model.test_step(pseudo_collate([dataset[i]]))
         path = Path(sample.img_path)
-        image = mmcv.imread(path, channel_order='rgb')
+        image = enlarge(mmcv.imread(path, channel_order='rgb'), sample, ENLARGED)
         runner.visualizer.add_datasample(
             path.stem, image, sample, pred_score_thr=score, out_file=str(folder / f'{path.stem}.png')
         )

@@ -11,12 +11,15 @@ import pytest
 import torch
 from mmengine.config import Config
 from mmengine.registry import MODELS, init_default_scope
+from mmengine.structures import InstanceData
 from PIL import Image
 
 from mmdtn import models
 from mmdtn.analysis import look
 from mmdtn.datasets import write_classification, write_coco
 from mmdtn.errors import UserError
+from mmdtn.reports import figures
+from mmdtn.reports.enlarge import enlarge
 from tests.training import write_classifier, write_detector
 from tools.analysis_tools import analyze_dtn, browse_dataset, compare_runs
 
@@ -334,3 +337,36 @@ def test_browsing_an_image_without_objects_and_a_classification_data_set(shapes,
     corner = (slice(drawn.shape[0] // 2, None), slice(None))  # the label is written above
     apart = min(abs(drawn[corner].astype(int) - flip[corner]).mean() for flip in (expected, expected[:, ::-1]))
     assert apart < 8, 'colours are those of the file'
+
+
+@pytest.mark.parametrize('number', [8, 26])
+def test_labels_of_many_objects_do_not_pile_up(number):
+    instances = InstanceData(
+        bboxes=torch.tensor([[2.0, 2, 40, 40]]).repeat(number, 1),
+        labels=torch.arange(number) % 3,
+        scores=torch.ones(number),
+    )
+    _, axes = figures.panels(1, 1, 3)
+    figures.picture(axes[0, 0], np.zeros((64, 64, 3), dtype=np.uint8))
+    said = figures.draw_sample(axes[0, 0], dict(pred_instances=instances), ('a', 'b', 'c'), truth=False)
+    assert said.startswith(f'{number} objects')
+    legend = axes[0, 0].get_legend()
+    if number == 8:
+        assert len(axes[0, 0].texts) == 8 and legend is None
+    else:
+        assert len(axes[0, 0].texts) == 0 and [t.get_text() for t in legend.get_texts()] == ['a', 'b', 'c']
+
+
+def test_an_enlarged_image_has_its_boxes_and_masks_in_place():
+    image = np.zeros((4, 6, 3), dtype=np.uint8)
+    image[1:3, 2:5] = 255
+    mask = image[..., 0] > 0
+    instances = InstanceData(bboxes=torch.tensor([[2.0, 1, 5, 3]]), masks=torch.from_numpy(mask)[None])
+    sample = dict(pred_instances=instances)
+    large = enlarge(image, sample, 3)
+    assert large.shape == (12, 18, 3) and instances.bboxes.tolist() == [[6.0, 3, 15, 9]]
+    assert (
+        np.array_equal(instances.masks[0], large[..., 0] > 0)
+        and large[3:9, 6:15].all()
+        and large.sum() == 9 * image.sum()
+    )

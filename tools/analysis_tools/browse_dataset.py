@@ -17,6 +17,7 @@ from mmengine.runner import set_random_seed
 from mmdtn.errors import UserError, readable_errors
 from mmdtn.models import read_config
 from mmdtn.registry import package_of
+from mmdtn.reports.enlarge import enlarge
 
 SMALLEST = 480  # pixels of the longer side: smaller images are drawn enlarged, so that labels can be read
 
@@ -57,14 +58,7 @@ def _draw_labels(visualizer: Any, image: np.ndarray, sample: Any, path: Path) ->
 
 def _draw_boxes(visualizer: Any, image: np.ndarray, sample: Any, path: Path) -> None:
     scale = max(1, -(-SMALLEST // max(image.shape[:2])))
-    instances = sample.gt_instances
-    boxes = instances.bboxes
-    instances.bboxes = getattr(boxes, 'tensor', boxes) * scale
-    if 'masks' in instances:
-        masks = instances.masks
-        instances.masks = masks.resize((image.shape[0] * scale, image.shape[1] * scale)).to_ndarray().astype(bool)
-    image = image.repeat(scale, 0).repeat(scale, 1)
-    visualizer.add_datasample(path.stem, image, sample, draw_pred=False, out_file=str(path))
+    visualizer.add_datasample(path.stem, enlarge(image, sample, scale), sample, draw_pred=False, out_file=str(path))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
