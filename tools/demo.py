@@ -30,12 +30,15 @@ from mmengine.dataset import pseudo_collate
 from mmengine.runner import Runner
 
 from mmdtn.datasets import TRAIN, VAL, write_coco
+from mmdtn.errors import readable_errors
+from mmdtn.reports.enlarge import enlarge
 
 TOOLS = Path(__file__).resolve().parent
 CONFIG = TOOLS.parent / 'configs' / 'demo' / 'mask-rcnn_pvt-dtn_shapes.py'
 # For feature maps this small, two processes with one thread are faster than one process with two threads.
 PROCESSES = 2
 PICTURES = 12
+ENLARGED = 3  # how many times the pictures are as large as the images
 ANALYZED = 4
 SCORE = 0.5  # minimum score of the predictions that are drawn
 FIRST_SCORE = 0.3  # minimum score after the first epoch, when scores are still low
@@ -51,6 +54,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument('--train', type=int, default=TRAIN, help='number of training images (default: %(default)s)')
     parser.add_argument('--val', type=int, default=VAL, help='number of held-out images (default: %(default)s)')
     parser.add_argument('--epochs', type=int, help='number of epochs (default: that of the config)')
+    parser.add_argument('--debug', action='store_true', help='show the traceback of every error')
     return parser.parse_args()
 
 
@@ -124,7 +128,7 @@ def draw(runner: Runner, folder: Path, pictures: int, score: float) -> None:
         with torch.no_grad():
             (sample,) = runner.model.test_step(pseudo_collate([dataset[i]]))
         path = Path(sample.img_path)
-        image = mmcv.imread(path, channel_order='rgb')
+        image = enlarge(mmcv.imread(path, channel_order='rgb'), sample, ENLARGED)
         runner.visualizer.add_datasample(
             path.stem, image, sample, pred_score_thr=score, out_file=str(folder / f'{path.stem}.png')
         )
@@ -157,8 +161,7 @@ def minutes(seconds: float) -> str:
     return f'{int(seconds) // 60} min {int(seconds) % 60:02} s'
 
 
-def main() -> None:
-    args = parse_args()
+def run(args: argparse.Namespace) -> None:
     started = time.monotonic()
     torch.set_num_threads(1)
     work_dir = Path(args.work_dir)
@@ -204,6 +207,12 @@ Demo finished in {minutes(time.monotonic() - started)}.
 
 Next steps on GPUs, with COCO in the place that MMDetection expects (configs/pvt/README.md):
   {sys.executable} tools/train.py configs/pvt/mask-rcnn_pvt-t-dtn_fpn_1x_coco.py""")
+
+
+def main() -> None:
+    args = parse_args()
+    with readable_errors(args.debug):
+        run(args)
 
 
 if __name__ == '__main__':

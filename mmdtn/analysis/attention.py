@@ -56,7 +56,7 @@ def attention_distance(seen: BlockTokens, image: int = 0) -> AttentionDistance:
 
 def attention(seen: BlockTokens, image: int = 0) -> Iterator[AttentionWeights]:
     """Yields the attention weights of a block in chunks of queries."""
-    module: nn.Module = seen.block.attn
+    module: Any = seen.block.attn
     x = seen.after['norm1'][image : image + 1]
     with torch.no_grad(), _Record() as record:
         module(x)

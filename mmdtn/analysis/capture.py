@@ -9,25 +9,27 @@ from typing import Any
 from torch import Tensor, nn
 
 from mmdtn.backbones.layers import Block
+from mmdtn.norms import DTN
 
 
 @dataclass
 class BlockTokens:
     """Tokens of one block in a forward pass.
 
-    The tokens are ``B x H x W x C``, or ``B x 1 x (1 + H * W) x C`` if a class token precedes them.
+    The tokens are ``B x H x W x C``, or ``B x 1 x (1 + H * W) x C`` if a class token precedes them. For a converted
+    model, they are the tokens on the grid around the DTN layers of one module.
     """
 
     name: str
-    block: Block
+    block: nn.Module
     grid: tuple[int, int] = (0, 0)  # height and width of the block's input, in tokens
-    before: dict[str, Tensor] = field(default_factory=dict)  # input of each norm, keys norm1 and norm2
+    before: dict[str, Tensor] = field(default_factory=dict)  # input of each norm, with keys such as norm1 and norm2
     after: dict[str, Tensor] = field(default_factory=dict)  # output of each norm
     output: Tensor | None = None
 
     @property
     def has_class_token(self) -> bool:
-        return self.before['norm1'].shape[1:3] != self.grid
+        return next(iter(self.before.values())).shape[1:3] != self.grid
 
     def on_grid(self, tokens: Tensor) -> Tensor:
         """Returns the tokens as ``B x H x W x C``, without the class token."""
@@ -35,7 +37,7 @@ class BlockTokens:
 
 
 class Capture(AbstractContextManager):
-    """Context manager that records the tokens of the blocks of this project's backbones in a model.
+    """Context manager that records the tokens of all blocks of this project's backbones, or of converted models.
 
     ``blocks`` holds the tokens of the last forward pass, in the order of the model's blocks. The model itself is not
     changed.
@@ -51,11 +53,17 @@ class Capture(AbstractContextManager):
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._blocks = {n: BlockTokens(n, m) for n, m in model.named_modules() if isinstance(m, Block)}
+        self._norms = {name: ['norm1', 'norm2'] for name in self._blocks}
+        if not self._blocks:
+            for path in (name for name, module in model.named_modules() if isinstance(module, DTN)):
+                parent, _, name = path.rpartition('.')
+                self._blocks[parent] = BlockTokens(parent, model.get_submodule(parent))
+                self._norms.setdefault(parent, []).append(name)
         if not self._blocks:
             raise ValueError(
-                f'{type(model).__name__} has no block of PVTDTN, SwinDTN, ViTDTN, T2TViTDTN or LeViTDTN, and only '
-                "these can be analysed. With norm_cfg=dict(type='LN') they are the published models; LeViTDTN needs "
-                'norm_cfg=None.'
+                f'{type(model).__name__} has no block of PVTDTN, SwinDTN, ViTDTN, T2TViTDTN or LeViTDTN, and no DTN '
+                "layer of convert_norms. Only these can be analysed. With norm_cfg=dict(type='LN') the backbones are "
+                'the published models. LeViTDTN needs norm_cfg=None.'
             )
 
     def __enter__(self) -> 'Capture':
@@ -64,12 +72,17 @@ class Capture(AbstractContextManager):
             module.register_forward_hook(self._note_grid)
             for name, module in self._model.named_modules()
             if name.rpartition('.')[2] == 'patch_embed'
+            and any(isinstance(t.block, Block) for t in self._blocks.values())
         ]
         for tokens in self._blocks.values():
-            for name in ('norm1', 'norm2'):
+            converted = not isinstance(tokens.block, Block)
+            note = self._note_converted if converted else self._note_norm
+            for name in self._norms[tokens.name]:
                 norm = tokens.block.get_submodule(name)
-                self._handles.append(norm.register_forward_hook(partial(self._note_norm, tokens, name)))
-            self._handles.append(tokens.block.register_forward_hook(partial(self._note_output, tokens)))
+                # In front of the hook that turns the output of a converted norm to channels first again.
+                self._handles.append(norm.register_forward_hook(partial(note, tokens, name), prepend=converted))
+            note_output = self._note_output_of_converted if converted else self._note_output
+            self._handles.append(tokens.block.register_forward_hook(partial(note_output, tokens)))
         return self
 
     def __exit__(self, *error: Any) -> None:
@@ -93,6 +106,26 @@ class Capture(AbstractContextManager):
             height, width = x.shape[1:3]
             # One row with one token more than the grid of the last patch embedding contains a class token.
             tokens.grid = self._grid if (height, width) == (1, 1 + math.prod(self._grid)) else (height, width)
+
+    def _note_converted(self, tokens: BlockTokens, name: str, module: nn.Module, inputs: Any, output: Tensor) -> None:
+        x, *where = inputs
+        if where:  # flat tokens
+            grid, prefix = where
+            x, output = (flat[:, prefix:].unflatten(1, grid) for flat in (x, output))
+        tokens.before[name], tokens.after[name] = x.detach(), output.detach()
+        tokens.grid = x.shape[1], x.shape[2]
+
+    def _note_output_of_converted(self, tokens: BlockTokens, module: nn.Module, inputs: Any, output: Any) -> None:
+        """In whichever form the block returns them; if in none that fits the grid, those in front of its last norm."""
+        *_, tokens.output = tokens.before.values()
+        y = output[0] if isinstance(output, tuple) else output
+        height, width = tokens.grid
+        if y.dim() == 4 and y.shape[1:3] == tokens.grid:
+            tokens.output = y.detach()
+        elif y.dim() == 4 and y.shape[2:] == tokens.grid:
+            tokens.output = y.detach().permute(0, 2, 3, 1)
+        elif y.dim() == 3 and y.shape[1] >= height * width:
+            tokens.output = y.detach()[:, -height * width :].unflatten(1, tokens.grid)
 
     def _note_output(self, tokens: BlockTokens, module: nn.Module, inputs: Any, output: Tensor) -> None:
         tokens.output = output.detach()

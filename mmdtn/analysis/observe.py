@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from mmdtn.backbones.layers import Block
 from mmdtn.models import TrainedModel
 from mmdtn.norms import DTN
 
@@ -14,7 +15,6 @@ from .capture import BlockTokens
 from .look import Seen, look
 from .tokens import means, seen_by, variation
 
-NORMS = ('norm1', 'norm2')
 PICTURES = 3  # number of images whose maps and predictions are drawn
 LOOKS = 4  # number of blocks whose maps are drawn
 
@@ -44,16 +44,22 @@ class Observation:
         return {
             f'{b.name}.{n}': (b, b.block.get_submodule(n), b.on_grid(b.before[n]), b.on_grid(b.after[n]))
             for b in self.first.blocks
-            for n in NORMS
+            for n in b.before
         }
 
     def shown_norms(self) -> list[str]:
         """Names the first, middle and last DTN layer in front of an attention layer.
 
-        If the model has no DTN layer, other norms in front of attention layers are used.
+        Without such a layer, it names norms in front of attention layers, or else any DTN layers or norms.
         """
-        names = [n for n, (_, norm, _, _) in self.norms().items() if n.endswith('norm1') and isinstance(norm, DTN)]
-        names = names or [n for n in self.norms() if n.endswith('norm1')]
+        of_dtn = [n for n, (_, norm, _, _) in self.norms().items() if isinstance(norm, DTN)]
+        names = next(
+            some
+            for some in (
+                [n for n in among if n.endswith(end)] for end in ('norm1', '') for among in (of_dtn, self.norms())
+            )
+            if some
+        )
         return [names[i] for i in sorted({0, len(names) // 2, len(names) - 1})]
 
 
@@ -61,8 +67,9 @@ def observe(trained: TrainedModel, images: list[dict]) -> Observation:
     run = Observation(trained)
     for i, seen in enumerate(look(trained, images)):
         for block in seen.blocks:
-            run.distances[block.name].append(attention_distance(block))
-            for name in NORMS:
+            if isinstance(block.block, Block):
+                run.distances[block.name].append(attention_distance(block))
+            for name in block.before:
                 norm = block.block.get_submodule(name)
                 tokens = seen_by(norm, block.on_grid(block.before[name]))
                 for kind, mean in means(norm, tokens).items():

@@ -23,6 +23,7 @@ MAP = 'viridis'
 COLUMNS = 8  # largest number of small images in a row; more would be too small to read
 DASHES = ('-', '--', ':', '-.')
 MARKERS = ('o', 's', '^', 'D', 'v', 'P', 'X', '*')
+LABELLED = 8  # objects of an image that have a label each; of more objects, the colours are in a legend
 STYLE: Any = {'font.size': 11, 'axes.grid': True, 'grid.alpha': 0.3, 'image.interpolation': 'nearest'}
 
 
@@ -112,7 +113,7 @@ def short(name: str) -> str:
     """Shortens a module name: ``backbone.stages.0.blocks.1.norm2`` becomes ``0.1 norm2``."""
     parts = name.split('.')
     numbers = '.'.join(part for part in parts if part.isdigit())
-    return f'{numbers} {parts[-1]}' if parts[-1].startswith('norm') else numbers
+    return numbers if parts[-1].isdigit() else f'{numbers} {parts[-1]}'.strip()
 
 
 def magnitudes(layers: dict[str, tuple[Array, Array]], image: Array) -> Figure:
@@ -300,15 +301,22 @@ def draw_sample(ax: Axes, sample: Any, classes: Sequence[str], truth: bool, scor
             x1, y1, x2, y2 = np.asarray(getattr(box, 'tensor', box)).flatten()
             for line, edge in ((3.2, 'white'), (1.6, colours[label % len(colours)])):
                 ax.add_patch(mpl.patches.Rectangle((x1, y1), x2 - x1, y2 - y1, fill=False, ec=edge, lw=line))
-            text = name(label) + ('' if truth else f' {float(instances.scores[i]):.2f}')
-            patch = dict(fc='white', alpha=0.75, lw=0, pad=0.6)
-            ax.text(max(x1, 0), max(y1, 0.06 * height), text, fontsize=7, va='bottom', bbox=patch, clip_on=True)
+            if len(instances) <= LABELLED:
+                text = name(label) + ('' if truth else f' {float(instances.scores[i]):.2f}')
+                patch = dict(fc='white', alpha=0.75, lw=0, pad=0.6)
+                ax.text(max(x1, 0), max(y1, 0.06 * height), text, fontsize=7, va='bottom', bbox=patch, clip_on=True)
             if 'masks' in instances:
                 masks = instances.masks
                 mask = np.asarray(masks.masks[i] if hasattr(masks, 'masks') else masks[i], dtype=float)
                 if 0 < mask.sum() < mask.size:
                     ax.contour(mask, [0.5], colors='white', linewidths=1.2)
         ax.set(xlim=(-0.5, width - 0.5), ylim=(height - 0.5, -0.5))  # boxes and contours change the limits
+        if len(instances) > LABELLED:
+            handles = [
+                mpl.patches.Patch(color=colours[label % len(colours)], label=name(label))
+                for label in sorted({*instances.labels.tolist()})
+            ]
+            ax.legend(handles=handles[:LABELLED], loc='upper center', bbox_to_anchor=(0.5, 0), fontsize=7, ncols=2)
         count = f'{len(instances)} object{"" if len(instances) == 1 else "s"}'
         return f'annotated: {count}' if truth else f'{count} above {score}'
     labels = None if sample is None else sample.get('gt_label' if truth else 'pred_label')

@@ -21,13 +21,18 @@ def draw_distances(report: Report, runs: list[Observation]) -> None:
     shown: dict[str, Any] = {}
     rows = []
     for run in runs:
-        blocks = shown[run.trained.label] = {}
+        blocks = {}
         for name, found in run.distances.items():
             by_head = np.stack([d.by_head.numpy() for d in found])
             uniform = float(np.mean([d.uniform for d in found]))
             blocks[name] = by_head.mean(0), uniform
             for head, (mean, std) in enumerate(zip(by_head.mean(0), by_head.std(0), strict=True)):
                 rows.append([run.trained.label, name, head, float(mean), float(std), uniform, len(found)])
+        if blocks:
+            shown[run.trained.label] = blocks
+    if not shown:
+        report.leave_out('Attention distance (Fig. 2 of the paper)', 'the attention of a converted model is its own.')
+        return
     report.figure(
         'attention_distance',
         'Attention distance (Fig. 2 of the paper)',
@@ -47,8 +52,8 @@ def draw_magnitudes(report: Report, runs: list[Observation]) -> None:
         shown, rows = {}, []
         for name in run.shown_norms():
             block, norm, before, after = run.norms()[name]
-            attention: Any = block.block.attn
-            heads = norm.num_heads if isinstance(norm, DTN) else attention.num_heads
+            attended: Any = norm if isinstance(norm, DTN) else block.block.attn
+            heads = attended.num_heads
             maps = (magnitudes(before, heads)[0].numpy(), magnitudes(after, heads)[0].numpy())
             shown[name] = maps
             for head, y, x in np.ndindex(maps[0].shape):

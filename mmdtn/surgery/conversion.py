@@ -2,24 +2,28 @@
 
 import inspect
 import re
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 import torch
 from mmengine.logging import print_log
 from mmengine.registry import MODELS
-from torch import nn
+from torch import Tensor, nn
 
 from mmdtn.norms import DTN, Place, build_norm, norm_class
 from mmdtn.norms.dtn import mix_of
 
-from .grids import Found, Layout, Size, survey
-from .image_size import ImageSize, Placed, by, channels_first_again
+from .grids import Call, Found, layer_norms, survey
+from .image_size import ImageSize, Placed, channels_first_again
+from .layouts import Layout, Size, by
 
 FEWEST_TOKENS = 7  # a side: neighbourhoods of fewer are most of the image
 POOL_SIZES = (1, 2, 4, 8)
 CELLS = 14  # a side, which the paper's pool sizes make of every stage at 224 pixels
+SUMMARY = 5  # lines
+BY_REQUEST = EXCLUDED, NOT_INCLUDED = 'is excluded', 'is not included'
 Patterns = str | Sequence[str] | None
 
 
@@ -39,23 +43,57 @@ class Converted:
 
 @dataclass
 class ConversionReport:
-    """What became of each LayerNorm of a model, and what else normalises in it."""
+    """What became of each LayerNorm of a model, and which other normalisation it has.
+
+    ``print(report)`` shows a summary, ``print(report.details())`` a line for each norm.
+    """
 
     model: str
     sizes: list[Size]
     converted: dict[str, Converted] = field(default_factory=dict)  # by name
     kept: dict[str, str] = field(default_factory=dict)  # why
     others: dict[str, str] = field(default_factory=dict)  # what: no LayerNorm
+    left_in_blocks: int = 0  # norms of residual blocks that were to be converted and could not be
 
     def __str__(self) -> str:
-        taken = ', '.join(f'{height} x {width}' for height, width in self.sizes)
-        alone = '; it takes no other size' if len(self.sizes) == 1 else ''
-        number = len(self.converted) + len(self.kept)
-        lines = [f'{self.model}: {len(self.converted)} of {number} LayerNorm converted; seen at {taken}{alone}']
+        grids = Counter(by(norm.grid) for norm in self.converted.values())
+        lines = [self._headline()]
+        if grids:
+            lines.append('  converted: ' + ', '.join(f'{number} on {grid} tokens' for grid, number in grids.items()))
+        lines += [f'  {number} not converted: each {why}' for why, number in self.reasons().most_common()]
+        if self.others:
+            kinds = Counter(self.others.values()).most_common()
+            lines.append('  no LayerNorm: ' + ', '.join(f'{number} {what}' for what, number in kinds))
+        if len(lines) > SUMMARY:
+            lines[SUMMARY - 1 :] = [
+                f'  and {len(lines) - SUMMARY + 1} lines more; print(report.details()) shows all norms'
+            ]
+        return '\n'.join(lines)
+
+    def reasons(self) -> Counter[str]:
+        """How many norms were left alone for each kind of reason."""
+        return Counter(why.partition(':')[0] for why in self.kept.values())
+
+    def details(self) -> str:
+        """The summary's first line, and a line for each norm."""
+        lines = [self._headline()]
         lines += [f'  {name}: {norm}' for name, norm in self.converted.items()]
         lines += [f'  {name} stays, as it {why}' for name, why in self.kept.items()]
         lines += [f'  {name} is no LayerNorm: {what}' for name, what in self.others.items()]
         return '\n'.join(lines)
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of it in types that JSON has."""
+        return asdict(self)
+
+    def _headline(self) -> str:
+        taken = ', '.join(map(by, self.sizes))
+        alone = '; it takes no other size' if len(self.sizes) == 1 else ''
+        number = f'{len(self.converted)} of {len(self.converted) + len(self.kept)} LayerNorm'
+        what = f'{number} converted'
+        if self.converted and self.left_in_blocks:
+            what = f'converted in part: {number}, and {self.left_in_blocks} of residual blocks stay'
+        return f'{self.model}: {what}; seen at {taken}{alone}'
 
 
 def convert_norms(
@@ -68,15 +106,16 @@ def convert_norms(
     pool_size: int | Literal['auto'] = 'auto',
     include: Patterns = None,
     exclude: Patterns = None,
+    call: Call | None = None,
 ) -> ConversionReport:
-    """Replaces LayerNorm by DTN in the blocks of ``model``, in place, and says what became of each.
+    """Replaces LayerNorm by DTN in the residual blocks of ``model``, in place, and reports what became of each norm.
 
-    The model is run at three sizes to find the grid of each norm's input, and once with gradients to prove in which
-    order the tokens lie. A norm without a grid stays. Old keys of the state dict stay; DTN adds ``mean_mix``,
-    ``var_mix`` and ``position`` to each. Call ``model`` itself from then on: that tells its norms the image's size.
+    Runs the model at three sizes to find the grid of each norm's input, and on mixtures of images to prove that the
+    tokens lie row by row. A norm without such a proof stays LayerNorm. The keys of the state dict stay; DTN adds
+    ``mean_mix``, ``var_mix`` and ``position`` to each norm.
 
     Args:
-        model: Takes a batch of images as its first argument.
+        model: Takes a batch of images as its first argument, unless ``call`` is given.
         example_size: ``(height, width)`` of images with three channels, or ``(channels, height, width)``.
         norm_cfg: The new norm: DTN, or a sibling such as ``dict(type='IN')`` in DTN's places. ``eps`` stays the old
             norm's unless it is in here. Weights and biases stay where they mean the same in the new norm.
@@ -87,6 +126,8 @@ def convert_norms(
         include: Regular expressions to search the names of norms for: then these are converted, wherever they are.
             None: those of residual blocks, on grids of at least 7 tokens a side.
         exclude: Regular expressions of names that stay.
+        call: Calls the model with a batch of images, for models that need another argument or a dict. The default is
+            ``lambda model, images: model(images)``.
 
     Example:
         >>> model = timm.create_model('pvt_v2_b0')
@@ -94,14 +135,15 @@ def convert_norms(
         >>> len(report.converted), report.kept['norm']
     """
     including, excluding = (None if p is None else [p] if isinstance(p, str) else list(p) for p in (include, exclude))
-    found = survey(model, example_size)
-    _check_patterns([*(including or ()), *(excluding or ())], [f.name for f in found.norms])
+    _check_patterns([*(including or ()), *(excluding or ())], [*layer_norms(model)])
+    found = survey(model, example_size, call or _plainly, lambda f: not _why_not(f, including, excluding))
     report = ConversionReport(type(model).__name__, found.sizes, others=found.others)
     image = ImageSize(found.sizes[0] if len(found.sizes) == 1 else None)
     modules, new, told = dict(model.named_modules()), {}, False
     for f in found.norms:
         if why := _why_not(f, including, excluding):
             report.kept[f.name] = why
+            report.left_in_blocks += f.in_block and why not in BY_REQUEST
             continue
         assert f.layout is not None
         old: Any = modules[f.name]
@@ -121,7 +163,8 @@ def convert_norms(
             parent, _, name = path.rpartition('.')
             setattr(model.get_submodule(parent), name, new[module])
     if told:
-        model.register_forward_pre_hook(image.enter, with_kwargs=True)
+        for module in {model, model.get_submodule(found.entrance)}:
+            module.register_forward_pre_hook(image.enter, with_kwargs=True)
         model.register_forward_hook(image.leave, always_call=True)
     return report
 
@@ -144,6 +187,10 @@ def converted_backbone(backbone: dict[str, Any], **options: Any) -> nn.Module:
     return model
 
 
+def _plainly(model: nn.Module, images: Tensor) -> Any:
+    return model(images)
+
+
 def _check_patterns(patterns: list[str], names: list[str]) -> None:
     for pattern in patterns:
         try:
@@ -159,16 +206,16 @@ def _check_patterns(patterns: list[str], names: list[str]) -> None:
 
 def _why_not(f: Found, including: list[str] | None, excluding: list[str] | None) -> str:
     if any(re.search(pattern, f.name) for pattern in excluding or ()):
-        return 'is excluded'
+        return EXCLUDED
     if including is not None and not any(re.search(pattern, f.name) for pattern in including):
-        return 'is not included'
-    if f.layout is None:
+        return NOT_INCLUDED
+    if f.why:
         return f.why
     if including is None and not f.in_block:
         where = f.parent or 'the model'
         return f'is in no residual block: with weights of zero {where} does not return what it is given'
-    if including is None and min(f.grid) < FEWEST_TOKENS:
-        return f'has a grid of {by(f.grid)} tokens, less than {FEWEST_TOKENS} a side'
+    if including is None and f.layout and min(f.grid) < FEWEST_TOKENS:
+        return f'has a grid of {by(f.grid)} tokens: less than {FEWEST_TOKENS} a side'
     return ''
 
 

@@ -1,59 +1,30 @@
-"""Where the tokens lie that each LayerNorm of a model is given: found by running the model, proved by gradients.
+"""Finds where the tokens lie that each LayerNorm of a model is given, by running the model.
 
-Used by :mod:`mmdtn.surgery.conversion`, on models that know nothing of this package.
+:mod:`mmdtn.surgery.conversion` uses it, on models that know nothing of this package.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from functools import cache, partial
-from itertools import product
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves, tree_map
 
 from mmdtn.errors import first_line
 from mmdtn.norms.base import TORCHS_BATCH_AND_INSTANCE_NORMS
-from mmdtn.norms.dtn import MANY_PREFIX_TOKENS
 
-Size = tuple[int, int]  # height, width
+from .layouts import Layout, Size, fitting_layouts
+from .order import Claim, Residual, Values, call_with, judge, residual, tensors
+
 BATCH = 2  # so that windows, which models put into the batch, show
-STRIDES = range(1, 65)
 CHECKPOINTING = ('with_cp', 'grad_checkpointing', 'gradient_checkpointing')  # MM's name for it, timm's, Hugging Face's
-TRIES = 8  # random weights to prove an order with
-PLACES = ((0.2, 0.7), (0.7, 0.2), (0.45, 0.95), (0.95, 0.4))  # of tokens whose gradients are taken: none near (y, y)
 
-
-class TokenAxis(NamedTuple):
-    """Tokens along one side of an image: ``(side + shift) // stride``."""
-
-    shift: int
-    stride: int
-
-    def tokens(self, side: int) -> int:
-        return (side + self.shift) // self.stride
-
-
-class Layout(NamedTuple):
-    """Where the tokens of an input lie."""
-
-    form: str  # 'B x H x W x C', 'B x C x H x W' or 'B x T x C'
-    rows: TokenAxis
-    columns: TokenAxis
-    prefix: int = 0  # tokens in front of the grid
-
-    def grid(self, size: Size) -> Size:
-        return self.rows.tokens(size[0]), self.columns.tokens(size[1])
-
-    def on_grid(self, tokens: Tensor, grid: Size) -> Tensor:
-        """``B x h x w x C``."""
-        if self.form == 'B x T x C':
-            return tokens[:, self.prefix :].unflatten(1, grid)
-        return tokens if self.form == 'B x H x W x C' else tokens.permute(0, 2, 3, 1)
+Call = Callable[[Any, Tensor], Any]  # of a model and a batch of images
+Shapes = dict[str, list[tuple[int, ...]]]  # by norm, of each of its calls
 
 
 @dataclass
@@ -61,7 +32,7 @@ class Found:
     """What is known of the inputs of one LayerNorm; ``why`` says what keeps it from being normalised on a grid."""
 
     name: str
-    parent: str
+    parent: str  # the module that calls it
     grid: Size = (0, 0)  # for the example
     layout: Layout | None = None
     in_block: bool = False
@@ -73,52 +44,109 @@ class Survey:
     """What runs of a model showed."""
 
     norms: list[Found]
-    others: dict[str, str]  # what normalises and is no module of LayerNorm
+    others: dict[str, str]  # normalisation that is no LayerNorm module
     sizes: list[Size] = field(default_factory=list)  # that the model takes; the example first
+    entrance: str = ''  # the module that is given the images first; the model itself if none is
 
 
-def survey(model: nn.Module, example: tuple[int, ...]) -> Survey:
-    """Runs ``model`` on images of up to three sizes, ``example`` first, and once with gradients. Nothing in it changes.
+def survey(model: nn.Module, example: tuple[int, ...], call: Call, wanted: Callable[[Found], bool]) -> Survey:
+    """Runs ``model`` by ``call`` on images of up to three sizes, ``example`` first. Nothing in it changes.
 
-    ``example`` is ``(height, width)`` of images with three channels, or ``(channels, height, width)``.
+    Proves the order of tokens for ``wanted`` norms. ``example`` is ``(height, width)`` of images with three channels,
+    or ``(channels, height, width)``.
     """
     if not isinstance(example, tuple | list) or len(example) not in (2, 3):
         raise ValueError(f'example_size={example!r}: give (height, width), or (channels, height, width).')
+    if any(p.is_meta for p in model.parameters()):
+        raise ValueError(
+            f'{type(model).__name__} has parameters on the meta device, and has to be run to find its grids. Build it '
+            'outside of torch.device("meta"), or call model.to_empty(device="cpu") and load weights first.'
+        )
     channels, size = (3, example) if len(example) == 2 else (example[0], example[1:])
     size = (size[0], size[1])
-    names = {name: module for name, module in model.named_modules() if isinstance(module, nn.LayerNorm)}
-    with _in_evaluation(model):
-        watched = _Watch(model, names)
+    called = _Called(model, call)
+    images = partial(_images, model, channels)
+    norms = layer_norms(model)
+    with _in_mode(model, training=False):
+        watched = _Watch(called, norms)
         try:
-            watched.run(_images(model, channels, size), size, closely=True)
+            runs = {size: watched.run(images(size), closely=True, values=_telling(norms))}
         except Exception as error:
-            raise ValueError(
-                f'{type(model).__name__} cannot be run on images of {BATCH} x {channels} x {size[0]} x {size[1]}, as '
-                f'finding its grids takes: {type(error).__name__}: {first_line(error).rstrip(".")}. Give '
-                'example_size=(height, width) or (channels, height, width) of images that it takes.'
-            ) from error
-        blocks = {name for name, call in watched.first_call.items() if _hands_on(watched.modules[name], *call)}
-        sizes = [size, *_other_sizes(watched, model, channels, size)]
-        found = [_look_at(name, watched, blocks, sizes) for name in names]
-        for seed in range(TRIES):
-            if all(f.layout is not None or not possible for f, possible in found):
-                break
-            _prove_order(model, names, found, _images(model, channels, size, len(PLACES)), seed)
-    return Survey([f for f, _ in found], watched.others, sizes)
+            raise ValueError(_cannot_run(model, error, (BATCH, channels, *size))) from error
+        watched.find_blocks()
+        runs |= _of_other_sizes(watched, images, size)
+    with _in_mode(model, training=True):
+        of_training = watched.run_in_training(images(size))
+    found: list[Found] = []
+    claims: list[Claim] = []
+    for name in norms:
+        this, layouts = _look_at(name, watched, runs, of_training)
+        found.append(this)
+        if wanted(this):
+            claims.extend(Claim(name, layout, *watched.shares.get(name, ())) for layout in layouts)
+    with _in_mode(model, training=False):
+        wrong: dict[Claim, str] = {}
+        for of_proof in [*runs][:2]:
+            right = [claim for claim in claims if not wrong.get(claim)]
+            wrong |= judge(right, model, called.with_values, watched.blocks, images(of_proof)[0])
+    for this in found:
+        claimed = {claim.layout: wrong[claim] for claim in claims if claim.norm == this.name}
+        this.layout = next((layout for layout, why in claimed.items() if not why), None)
+        if this.layout is not None:
+            this.grid = this.layout.grid(size)
+        else:
+            this.why = this.why or next(iter(claimed.values()), '')
+    return Survey(found, watched.others, [*runs], watched.entrance or '')
+
+
+def layer_norms(model: nn.Module) -> dict[str, nn.Module]:
+    """Modules that may be LayerNorm, by name. Some packages write their own, with torch's attributes.
+
+    Whether they compute LayerNorm is seen when they run.
+    """
+    own = ('normalized_shape', 'weight', 'bias', 'eps')
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, nn.LayerNorm) or all(hasattr(module, attribute) for attribute in own)
+    }
+
+
+def _telling(norms: dict[str, nn.Module]) -> Values:
+    """Random weights of the norms: with those of the start, a norm behind another one changes nothing and is hidden."""
+    generator = torch.Generator().manual_seed(0)
+    parameters = ((f'{name}.{of}', p) for name, norm in norms.items() for of, p in norm.named_parameters(recurse=False))
+    return {name: (0.5 + torch.rand(p.shape, generator=generator)).to(p) for name, p in parameters}
+
+
+class _Called(nn.Module):
+    """A model that is called with images alone, also with other parameters."""
+
+    def __init__(self, model: nn.Module, call: Call) -> None:
+        super().__init__()
+        self.model, self.call = model, call
+
+    def forward(self, images: Tensor) -> Any:
+        return self.call(self.model, images)
+
+    def with_values(self, values: Values, images: Tensor) -> Any:
+        return call_with(self, {f'model.{name}': value for name, value in values.items()}, (images,), {})
 
 
 @contextmanager
-def _in_evaluation(model: nn.Module) -> Iterator[None]:
-    """And without activation checkpointing, which some models do in evaluation too: it computes blocks twice."""
+def _in_mode(model: nn.Module, training: bool) -> Iterator[None]:
+    """Sets the mode of all modules, without gradients.
+
+    Turns activation checkpointing off, which some models do in evaluation too: it computes blocks twice.
+    """
     before = [
         (module, name, getattr(module, name))
         for module in model.modules()
         for name in ('training', *CHECKPOINTING)
         if isinstance(getattr(module, name, None), bool)
     ]
-    model.eval()
     for module, name, _ in before:
-        setattr(module, name, False)
+        setattr(module, name, training and name == 'training')
     try:
         with torch.no_grad():
             yield
@@ -127,14 +155,29 @@ def _in_evaluation(model: nn.Module) -> Iterator[None]:
             setattr(module, name, value)  # not by train(), with which frozen stages would do something of their own
 
 
-def _images(model: nn.Module, channels: int, size: Size, number: int = BATCH) -> Tensor:
+def _images(model: nn.Module, channels: int, size: Size) -> Tensor:
     like = next(model.parameters())
-    numbers = torch.randn(number, channels, *size, generator=torch.Generator().manual_seed(0))
+    numbers = torch.randn(BATCH, channels, *size, generator=torch.Generator().manual_seed(0))
     return numbers.to(like.device, like.dtype)
 
 
-def _other_sizes(watched: '_Watch', model: nn.Module, channels: int, size: Size) -> list[Size]:
-    """Two sizes of unequal sides that the model takes; none for a model that takes the example's alone."""
+def _cannot_run(model: nn.Module, error: Exception, shape: tuple[int, ...]) -> str:
+    name = type(model).__name__
+    modules = [*model.modules()]
+    if any(isinstance(m, nn.Embedding) for m in modules) and not any(isinstance(m, nn.Conv2d) for m in modules):
+        return (
+            f'{name} is not an image model: it has an nn.Embedding and no convolution, as models of text have. '
+            'DTN normalises the tokens of images.'
+        )
+    return (
+        f'{name} cannot be run on images of {_shape(shape)}, which would find its grids: {type(error).__name__}: '
+        f'{first_line(error).rstrip(".")}. Give example_size=(height, width) or (channels, height, width) of images '
+        'that it takes, or call=lambda model, images: ... if it takes more than images.'
+    )
+
+
+def _of_other_sizes(watched: '_Watch', images: Callable[[Size], Tensor], size: Size) -> dict[Size, Shapes]:
+    """Runs the model at two sizes of unequal sides. Returns nothing if it takes the example's size alone."""
     height, width = size
     h, w = (max(64, side // 64 * 64) for side in size)
     h32, w32 = (max(64, side // 32 * 32) for side in size)
@@ -145,58 +188,109 @@ def _other_sizes(watched: '_Watch', model: nn.Module, channels: int, size: Size)
         ((height, 2 * width), (2 * height, width)),  # windows that divide the example's grid divide these
     ):
         try:
-            for another in pair:
-                watched.run(_images(model, channels, another), another)
+            return {another: watched.run(images(another)) for another in pair}
         except Exception:  # models refuse sizes by errors of every kind
-            for another in pair:
-                watched.shapes.pop(another, None)
-        else:
-            return list(pair)
-    return []
+            continue
+    return {}
 
 
 class _Watch(TorchFunctionMode):
     """Notes what the norms of a model are given as it runs."""
 
-    def __init__(self, model: nn.Module, norms: dict[str, nn.LayerNorm]) -> None:
+    def __init__(self, called: _Called, norms: dict[str, nn.Module]) -> None:
         super().__init__()
-        self.model, self.norms = model, norms
-        self.shapes: dict[Size, dict[str, list[tuple[int, ...]]]] = {}  # by image and norm, of each call
+        self.called, self.norms = called, norms
         self.form: dict[str, str] = {}  # by the axis that it normalises
-        self.first_call: dict[str, tuple[tuple, dict]] = {}  # of the modules that call norms
-        self.modules = modules = dict(model.named_modules())
+        self.modules = modules = dict(called.model.named_modules())
         self.others = {
             name: type(module).__name__
             for name, module in modules.items()
             if 'norm' in type(module).__name__.lower() and name not in norms
             if isinstance(module, TORCHS_BATCH_AND_INSTANCE_NORMS) or not any(module.children())
         }
-        self.parents = {name: _parent(name, modules) for name in norms}
+        self.callers = {name: _callers(name, modules) for name in norms}
+        self.blocks: dict[str, Residual] = {}
+        self.in_block: set[str] = set()  # norms
+        self.shares: dict[str, tuple[str, int]] = {}  # by norm: the block with the same tokens, and which input
+        self.entrance: str | None = None
+        self._calls: dict[str, tuple[tuple, dict]] = {}  # the first one of each module that may be a block
         self._inside: list[str] = []  # the modules that are being called, from the outermost on
+        self._entrance_open = True
 
-    def run(self, images: Tensor, size: Size, closely: bool = False) -> None:
-        self.shapes[size] = {}
+    def run(self, images: Tensor, closely: bool = False, values: Values | None = None) -> Shapes:
+        shapes: Shapes = {}
         with ExitStack() as stack:
             for name, norm in self.norms.items():
-                note = partial(self._note, size, name, closely)
+                note = partial(self._note, shapes, name, closely)
                 stack.enter_context(norm.register_forward_hook(note, with_kwargs=True))
             if closely:
                 for name, module in self.modules.items():
-                    stack.enter_context(module.register_forward_pre_hook(partial(self._enter, name), with_kwargs=True))
-                    stack.enter_context(module.register_forward_hook(lambda *_: self._inside.pop() and None))
+                    enter = partial(self._enter, name, images)
+                    stack.enter_context(module.register_forward_pre_hook(enter, with_kwargs=True))
+                    stack.enter_context(module.register_forward_hook(self._leave))
                 stack.enter_context(self)
-            self.model(images)
+            elif self.entrance:
+                check = partial(self._check_entrance, images.shape)
+                stack.enter_context(self.modules[self.entrance].register_forward_pre_hook(check, with_kwargs=True))
+            self.called.with_values(values or {}, images)
+        return shapes
 
-    def _note(self, size: Size, name: str, closely: bool, norm: Any, args: Any, kwargs: Any, y: Any) -> None:
+    def run_in_training(self, images: Tensor) -> Shapes:
+        """Leaves running means and the state of random numbers alone. Some models cannot be run so by images alone."""
+        buffers = {name: buffer.clone() for name, buffer in self.called.model.named_buffers()}
+        try:
+            with torch.random.fork_rng(devices=[images.device] if images.is_cuda else []):
+                return self.run(images, values=buffers)
+        except Exception:
+            return {}
+
+    def find_blocks(self) -> None:
+        """Finds the residual blocks around norms.
+
+        A norm is in a block that calls it. If the block calls a module that calls the norm, the norm has to be given
+        the block's tokens, or to add to them.
+        """
+        seen: dict[str, Residual | None] = {}
+        for name, callers in self.callers.items():
+            for caller in callers:
+                if caller not in seen and caller in self._calls:
+                    inside = {
+                        n: (norm, self.form.get(n, '')) for n, norm in self.norms.items() if caller in self.callers[n]
+                    }
+                    seen[caller] = residual(self.modules[caller], *self._calls[caller], inside)
+                if block := seen.get(caller):
+                    if name in block.shared:
+                        self.shares[name] = caller, block.shared[name]
+                    if caller == callers[0] or name in block.shared:
+                        self.in_block.add(name)
+                    break
+        self.blocks = {name: block for name, block in seen.items() if block is not None}
+        self._calls.clear()
+
+    def _note(self, shapes: Shapes, name: str, closely: bool, norm: Any, args: Any, kwargs: Any, y: Any) -> None:
         x = args[0] if args else next(iter(kwargs.values()))
-        self.shapes[size].setdefault(name, []).append(tuple(x.shape))
+        shapes.setdefault(name, []).append(tuple(x.shape))
         if closely:
             self.form[name] = _form(norm, x, y)
 
-    def _enter(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+    def _enter(self, name: str, images: Tensor, module: nn.Module, args: Any, kwargs: Any) -> None:
         self._inside.append(name)
-        if name in self.parents.values():
-            self.first_call.setdefault(name, (args, kwargs))
+        if any(name in callers for callers in self.callers.values()):
+            self._calls.setdefault(name, (args, kwargs))
+        if (
+            self._entrance_open
+            and name
+            and any(x.shape == images.shape and torch.equal(x, images) for x in tensors((args, kwargs)))
+        ):
+            self.entrance = name
+
+    def _leave(self, module: nn.Module, args: Any, y: Any) -> None:
+        if self._inside.pop() == self.entrance:
+            self._entrance_open = False
+
+    def _check_entrance(self, shape: torch.Size, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if not any(x.shape == shape for x in tensors((args, kwargs))):
+            self.entrance = ''
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function is F.layer_norm and self._inside and self._inside[-1] not in self.norms:
@@ -204,31 +298,14 @@ class _Watch(TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
 
-def _parent(name: str, modules: dict[str, nn.Module]) -> str:
-    """The module whose forward calls this one: lists call nothing, and a Sequential is part of something."""
+def _callers(name: str, modules: dict[str, nn.Module]) -> list[str]:
+    """The modules around one, from the innermost on, which may call it: lists call nothing, a Sequential is a part."""
+    found = []
     while name:
         name = name.rpartition('.')[0]
-        if not isinstance(modules[name], (nn.Sequential, nn.ModuleList, nn.ModuleDict)):
-            break
-    return name
-
-
-def _hands_on(module: nn.Module, args: tuple, kwargs: dict) -> bool:
-    """Whether a module is a residual block: with all its parameters at zero it returns what it was given."""
-    zeros = {name: torch.zeros_like(p) for name, p in module.named_parameters()}
-    given, given_too = (tree_map(lambda v: v.clone() if isinstance(v, Tensor) else v, v) for v in (args, kwargs))
-    try:
-        returned = _call(module, zeros, given, given_too)
-    except Exception:  # of a module that divides by a parameter, say
-        return False
-    inputs = [v for v in tree_leaves(args) if isinstance(v, Tensor)]
-    outputs = [v for v in tree_leaves(returned) if isinstance(v, Tensor)]
-    return bool(outputs) and all(any(y.shape == x.shape and torch.equal(y, x) for x in inputs) for y in outputs)
-
-
-def _call(module: nn.Module, parameters: dict[str, Tensor], args: tuple, kwargs: dict) -> Any:
-    # With tied weights torch 2.12 leaves the new tensors in a module that has two names, as CoaT's convolutions have.
-    return torch.func.functional_call(module, parameters, args, kwargs, tie_weights=False)
+        if name and not isinstance(modules[name], (nn.Sequential, nn.ModuleList, nn.ModuleDict)):
+            found.append(name)
+    return found
 
 
 def _form(norm: Any, x: Tensor, y: Tensor) -> str:
@@ -249,146 +326,32 @@ def _form(norm: Any, x: Tensor, y: Tensor) -> str:
     return ''
 
 
-def _look_at(name: str, watched: _Watch, blocks: set[str], sizes: list[Size]) -> tuple[Found, list[Layout]]:
+def _look_at(name: str, watched: _Watch, runs: dict[Size, Shapes], of_training: Shapes) -> tuple[Found, list[Layout]]:
     """The layouts that explain the shapes of all runs, the most likely first."""
-    parent = watched.parents[name]
-    found = Found(name, parent, in_block=parent in blocks)
-    calls = [watched.shapes[size].get(name, []) for size in sizes]
-    shapes = [tuple(s) for s in zip(*map(set, calls), strict=False)] if all(len(set(c)) == 1 for c in calls) else []
-    given = _shape(calls[0][0]) if calls[0] else ''
+    found = Found(name, next(iter(watched.callers[name]), ''), in_block=name in watched.in_block)
+    calls = [shapes.get(name, []) for shapes in runs.values()]
     if not all(calls):
         found.why = 'is not called'
-    elif not shapes:
-        found.why = f'takes inputs of several shapes in one run, {" and ".join(map(_shape, sorted(set(calls[0]))))}'
-    elif any(shape[0] != BATCH for shape in shapes[0]):
-        found.why = f'is given {given} for {BATCH} images: windows, or another grouping, in the place of the batch'
-    elif len(calls[0][0]) not in (3, 4):
-        found.why = f'is given {given}: no tokens on a grid'
+        return found, []
+    shapes = [some[0] for some in calls]
+    given = _shape(shapes[0])
+    in_training = of_training.get(name, shapes[:1])[0]
+    if any(len(set(some)) > 1 for some in calls):
+        several = ' and '.join(map(_shape, sorted(set(calls[0]))))
+        found.why = f'takes inputs of several shapes in one run: {several}'
+    elif any(shape[0] != BATCH for shape in shapes):
+        found.why = f'has windows, or another grouping, in the place of the batch: {given} for {BATCH} images'
+    elif in_training != shapes[0]:
+        found.why = f'has other tokens in training, where some are dropped: {_shape(in_training)}, and not {given}'
+    elif len(shapes[0]) not in (3, 4):
+        found.why = f'has no tokens on a grid: it is given {given}'
     elif not (form := watched.form[name]):
-        found.why = f'does not normalise the channels of {given} as LayerNorm does'
-    elif not (layouts := _layouts(form, shapes[0], tuple(sizes))):
-        found.why = f'is given {given}, which follows no grid of the image'
+        found.why = f'does not normalise channels as LayerNorm does: it is given {given}'
+    elif not (layouts := fitting_layouts(form, tuple(shapes), tuple(runs))):
+        found.why = f'has tokens that follow no grid of the image: it is given {given}'
     else:
         return found, layouts
     return found, []
-
-
-@cache
-def _layouts(form: str, shapes: Sequence[tuple[int, ...]], sizes: tuple[Size, ...]) -> list[Layout]:
-    axes = sorted((TokenAxis(a, s) for s in STRIDES for a in range(-2 * s, 2 * s + 1)), key=_likeliness)
-    if form != 'B x T x C':
-        at = 1 if form == 'B x H x W x C' else 2
-        sides = [shape[at : at + 2] for shape in shapes]
-        both = list(zip(sizes, sides, strict=True))
-        fits = [[axis for axis in axes if all(axis.tokens(size[i]) == side[i] for size, side in both)] for i in (0, 1)]
-        common = [axis for axis in fits[0] if axis in fits[1]]
-        fits = [common, common] if common else fits
-        return [Layout(form, fits[0][0], fits[1][0])] if all(fits) else []
-    numbers = [shape[1] for shape in shapes]
-    rounded = [axis for axis in axes if axis.shift in (0, axis.stride - 1)]
-    found: dict[tuple[Size, int], Layout] = {}
-    for rows, columns in [*((axis, axis) for axis in axes), *product(rounded, rounded)]:
-        prefixes = {T - rows.tokens(h) * columns.tokens(w) for T, (h, w) in zip(numbers, sizes, strict=True)}
-        layout = Layout(form, rows, columns, prefix := prefixes.pop())
-        if not prefixes and 0 <= prefix <= MANY_PREFIX_TOKENS and all(min(layout.grid(size)) > 1 for size in sizes):
-            found.setdefault((layout.grid(sizes[0]), prefix), layout)
-            if rows == columns:
-                continue
-        if found and rows != columns:
-            break
-    return sorted(found.values(), key=lambda layout: layout.prefix)[:4]
-
-
-def _likeliness(axis: TokenAxis) -> tuple[bool, int, int, int]:
-    """Most strides are powers of two, and round down, or up as those of padded convolutions do."""
-    rounding = 0 if axis.shift == 0 else 1 if axis.shift == axis.stride - 1 else 2
-    return axis.stride.bit_count() != 1, rounding, abs(axis.shift), axis.stride
-
-
-def _prove_order(
-    model: nn.Module,
-    norms: dict[str, nn.LayerNorm],
-    found: list[tuple[Found, list[Layout]]],
-    images: Tensor,
-    seed: int,
-) -> None:
-    """Keeps of each norm's layouts the first in which the image moves a token most from where the token lies.
-
-    A backward pass for each norm through all that is before it would take long. So it leads back to the last block's
-    norm whose layout is known, and to the image only where that shows nothing. Where random weights let distant tokens
-    count for more, other weights may do better: norms that are found out already are left as they are.
-    """
-    size = (images.shape[2], images.shape[3])
-    layouts = {f.name: (f, [f.layout] if f.layout else possible) for f, possible in found if possible}
-    generator = torch.Generator().manual_seed(seed)
-    taken: dict[str, tuple[Tensor, list[Tensor]]] = {}  # by norm: its input, and of each layout a sum over tokens
-
-    def take(name: str, norm: Any, args: tuple, kwargs: dict) -> None:
-        x = args[0] if args else next(iter(kwargs.values()))
-        if name in taken:
-            return
-        direction = torch.randn(norm.normalized_shape, generator=generator).to(x)
-        maps = [layout.on_grid(x, layout.grid(size)) for layout in layouts[name][1]]
-        tokens = [[m[i, y, w] for i, (y, w) in enumerate(_places(m.shape[1], m.shape[2]))] for m in maps]
-        taken[name] = x, [(torch.stack(some) * direction).sum() for some in tokens]
-
-    with ExitStack() as stack:
-        for name in layouts:
-            stack.enter_context(norms[name].register_forward_pre_hook(partial(take, name), with_kwargs=True))
-        with torch.enable_grad():
-            images.requires_grad_()
-            _call(model, _nearsighted(model, generator), (images,), {})
-    of_image = Layout('B x C x H x W', TokenAxis(0, 1), TokenAxis(0, 1))
-    last = None
-    for name, (x, projections) in taken.items():
-        this, possible = layouts[name]
-        if this.layout is not None:
-            last = (x, this.layout) if this.in_block else last
-            continue
-        for layout, projection in zip(possible, projections, strict=True):
-            this.grid = layout.grid(size)
-            wrong = '' if last is None else _first_misplaced(projection, *last, size, this.grid)
-            if last is None or wrong:
-                wrong = _first_misplaced(projection, images, of_image, size, this.grid)
-            if not wrong:
-                this.layout, this.why = layout, ''
-                last = (x, layout) if this.in_block else last
-                break
-            this.why = this.why or wrong
-
-
-def _nearsighted(model: nn.Module, generator: torch.Generator) -> dict[str, Tensor]:
-    """Random weights that leave a token close to its place, as trained ones need not: order is a matter of the code."""
-    out = {}
-    for name, p in model.named_parameters():
-        if p.dim() >= 2:
-            out[name] = torch.empty(p.shape).normal_(0, 0.02, generator=generator).to(p)
-        if p.dim() == 4 and p.shape[2] % 2 == p.shape[3] % 2 == 1:  # a convolution whose kernel has a centre
-            out[name][:, :, p.shape[2] // 2, p.shape[3] // 2] *= 50
-    return out
-
-
-def _places(height: int, width: int) -> list[tuple[int, int]]:
-    return [(int(y * height), int(x * width)) for y, x in PLACES]
-
-
-def _first_misplaced(projection: Tensor, source: Tensor, layout: Layout, size: Size, grid: Size) -> str:
-    """A sentence about the first token that comes from elsewhere; nothing if there is none."""
-    gradient = None
-    if projection.requires_grad:
-        (gradient,) = torch.autograd.grad(projection, source, retain_graph=True, allow_unused=True)
-    if gradient is None or not gradient.any():
-        return 'has no gradient with respect to the image, which would prove where its tokens lie'
-    moved = layout.on_grid(gradient.float() / gradient.abs().max().float(), layout.grid(size))
-    weight = F.adaptive_avg_pool2d(moved.square().sum(-1), grid)
-    for place, largest in zip(_places(*grid), weight.flatten(1).argmax(1).tolist(), strict=True):
-        row, column = divmod(largest, grid[1])
-        if max(abs(row - place[0]), abs(column - place[1])) > 1:
-            return (
-                f'has {grid[0]} x {grid[1]} tokens in another order than row by row: the one at {place} is made of the '
-                f'image around {(row, column)}'
-            )
-    return ''
 
 
 def _shape(shape: Sequence[int]) -> str:

@@ -7,16 +7,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
-from .grids import Layout, Size
+from .layouts import Layout, Size, by
 
 
 class ImageSize:
-    """The size of the images that a model works on: its norms ask for it, and nobody else does.
+    """Size of the images that a model works on. Its converted norms read it.
 
-    A norm that runs outside a call of the model does so because activation checkpointing computes its block again. By
-    then there may have been other images: the sizes since the last such time are kept, and the number of tokens tells.
-    Each thread has its own call. Compiled code cannot ask for its thread, and needs a model for each.
+    The model notes it, and the first module in it that is given images, so any method may be called. Activation
+    checkpointing computes blocks again in the backward pass. By then there may have been other images: the sizes since
+    the last backward pass are kept, and the number of tokens tells which it was. Each thread has its own images.
+    Compiled code cannot ask for its thread, and needs a model for each.
     """
 
     def __init__(self, only: Size | None) -> None:
@@ -25,16 +27,16 @@ class ImageSize:
         self.pending: set[Size] = set()
         self.computing_again = False
 
-    def enter(self, model: nn.Module, args: tuple, kwargs: dict) -> None:
-        """Before each call of the model."""
-        images = [v for v in (*args, *kwargs.values()) if isinstance(v, Tensor) and v.dim() == 4]
-        if not images:
-            raise ValueError(f'{type(model).__name__} has norms on grids, and takes images B x C x H x W for that.')
+    def enter(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
+        """Notes the size of the images that the model is given, or a module in it."""
+        images = [v for v in tree_leaves((args, kwargs)) if isinstance(v, Tensor) and v.dim() == 4]
+        if not images or _in_backward_pass():
+            return
         now = images[0].shape[2], images[0].shape[3]
         if self.only is not None and now != self.only:
             raise ValueError(
-                f'The norms of {type(model).__name__} were converted for images of {by(self.only)}, the only size '
-                f'that it took then, but got {by(now)}.'
+                f'{type(module).__name__} got images of {by(now)}, but the norms of this model were converted for '
+                f'{by(self.only)}, the only size that it took then.'
             )
         self.now[_thread()] = now
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
@@ -44,24 +46,24 @@ class ImageSize:
             self.pending.add(now)
 
     def leave(self, *_: Any) -> None:
-        """After each call of the model."""
+        """Forgets the size after a call of the model, so that no norm takes it for that of other tokens."""
         self.now.pop(_thread(), None)
 
     def grid(self, layout: Layout, tokens: int) -> Size:
         """Of a norm that is given so many tokens."""
-        now = self.now.get(_thread())
-        if now is not None:
+        if not _in_backward_pass():
+            now = self.now.get(_thread())
+            if now is None:
+                raise ValueError(
+                    f'A norm got {tokens} tokens, but no image before, whose size would tell where they lie. Call the '
+                    'model, or a method of it that starts from images, as forward_features.'
+                )
             grid = layout.grid(now)
             if layout.prefix + grid[0] * grid[1] == tokens:
                 return grid
             raise ValueError(
                 f'A norm has {layout.prefix} + {by(grid)} tokens for an image of {by(now)} by what the model '
                 f'showed when it was converted, but got {tokens}. Convert it with the example_size={now}.'
-            )
-        if not _in_backward_pass():
-            raise ValueError(
-                f'A norm got {tokens} tokens outside a call of the model, which tells it the size of the image. Call '
-                'model(images) and not a method of it, as forward_features; or convert the module that is called.'
             )
         self.computing_again = True
         grids = {grid for size in self.pending if layout.prefix + math.prod(grid := layout.grid(size)) == tokens}
@@ -78,7 +80,7 @@ class ImageSize:
 def _in_backward_pass() -> bool:
     # torch.utils.checkpoint asks it so; torch has no public way to tell a block that is computed again for the backward
     # pass from a call of the user's.
-    return torch._C._current_graph_task_id() != -1
+    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
 
 
 def _thread() -> int:
@@ -103,8 +105,3 @@ class Placed:
 
 def channels_first_again(norm: nn.Module, args: tuple, y: Tensor) -> Tensor:
     return y.permute(0, 3, 1, 2)
-
-
-def by(size: Size) -> str:
-    """``height x width``, for messages."""
-    return f'{size[0]} x {size[1]}'

@@ -59,6 +59,25 @@ def test_a_detector_is_counted_whole_and_its_backbone_too(tmp_path, capsys, monk
         assert float(flops) == pytest.approx(flops_by_module(part, image)[''] / 1e9, abs=1e-3), name
         assert float(parameters) == pytest.approx(sum(p.numel() for p in part.parameters()) / 1e6, abs=1e-2), name
     assert [name for name, *_ in rows] == [str(config), '  the backbone']
+    options = ['--shape', '64', '--cfg-options', 'model.bbox_head.num_classes=3']
+    monkeypatch.setattr('sys.argv', ['get_flops.py', str(config), *options])
+    get_flops.main()
+    assert float(parameters_of(capsys.readouterr().out)[0]) < float(rows[0][2]), 'of a head for fewer classes'
+
+
+def parameters_of(printed):
+    return re.findall(r'64 x 64, ([\d.]+)M parameters', printed)
+
+
+def test_a_size_that_is_too_small_for_a_model_is_told_in_a_line(tmp_path, monkeypatch):
+    config = tmp_path / 'dino.py'
+    config.write_text(
+        "_base_ = 'mmdet::dino/dino-4scale_r50_8xb2-12e_coco.py'\n"
+        'model = dict(backbone=dict(init_cfg=None), encoder=dict(num_layers=1), decoder=dict(num_layers=1))\n'
+    )
+    monkeypatch.setattr('sys.argv', ['get_flops.py', str(config), '--shape', '128'])
+    with pytest.raises(SystemExit, match=r'128 x 128: .*larger --shape'):
+        get_flops.main()
 
 
 @pytest.mark.slow

@@ -11,12 +11,15 @@ import pytest
 import torch
 from mmengine.config import Config
 from mmengine.registry import MODELS, init_default_scope
+from mmengine.structures import InstanceData
 from PIL import Image
 
 from mmdtn import models
 from mmdtn.analysis import look
 from mmdtn.datasets import write_classification, write_coco
 from mmdtn.errors import UserError
+from mmdtn.reports import figures
+from mmdtn.reports.enlarge import enlarge
 from tests.training import write_classifier, write_detector
 from tools.analysis_tools import analyze_dtn, browse_dataset, compare_runs
 
@@ -192,6 +195,36 @@ def test_the_teacher_of_dino_is_looked_at(shapes, tmp_path):
     assert 'What the class token attends to' in page.text
 
 
+CONVERTED = """
+custom_imports = dict(imports=['mmdtn', 'mmpretrain.models'])
+model = dict(type='ConvertedBackbone', example_size=(64, 64), backbone=dict({backbone}))
+"""
+BACKBONES = dict(
+    vit="type='mmpretrain.VisionTransformer', img_size=224, patch_size=16, out_type='avg_featmap',"
+    'arch=dict(embed_dims=24, num_layers=2, num_heads=3, feedforward_channels=48)',
+    convnext="type='mmpretrain.ConvNeXt', arch=dict(depths=[1] * 4, channels=[8, 16, 24, 32])",
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('name', BACKBONES)
+def test_a_converted_backbone(shapes, tmp_path, name):
+    config = tmp_path / f'{name}.py'
+    size = dict(vit=(224, 224), convnext=(256, 256))[name]
+    config.write_text(CONVERTED.format(backbone=BACKBONES[name]).replace('(64, 64)', str(size)))
+    out = tmp_path / 'out'
+    page = run(
+        config, save(config, tmp_path / 'it.pth'), '--images', shapes / 'val', '--number', '2', '--out', out
+    )  # fmt: skip
+    layers = dict(vit=4, convnext=4)[name]
+    assert f'DTN layers of model 1{layers}' in page.text and 'Attention distance' in page.text
+    assert len({row['layer'] for row in read(out / 'lambda.csv')}) == layers
+    assert all(float(row['lambda_var']) == pytest.approx(0.999) for row in read(out / 'lambda.csv'))
+    grids = {(row['row'], row['column']) for row in read(out / 'token_magnitudes.csv')}
+    assert len(grids) == dict(vit=14 * 14, convnext=56 * 56)[name]
+    assert {row['statistics'] for row in read(out / 'variation_coefficient.csv')} == {'LN', 'IN', 'DTN'}
+
+
 def windows_of_seven() -> float:
     places = np.array([(y, x) for y in range(7) for x in range(7)])
     return float(np.linalg.norm(places[:, None] - places[None], axis=-1).mean())
@@ -316,3 +349,36 @@ def test_browsing_an_image_without_objects_and_a_classification_data_set(shapes,
     corner = (slice(drawn.shape[0] // 2, None), slice(None))  # the label is in the upper half
     apart = min(abs(drawn[corner].astype(int) - flip[corner]).mean() for flip in (expected, expected[:, ::-1]))
     assert apart < 8, 'colours are those of the file'
+
+
+@pytest.mark.parametrize('number', [8, 26])
+def test_labels_of_many_objects_do_not_pile_up(number):
+    instances = InstanceData(
+        bboxes=torch.tensor([[2.0, 2, 40, 40]]).repeat(number, 1),
+        labels=torch.arange(number) % 3,
+        scores=torch.ones(number),
+    )
+    _, axes = figures.panels(1, 1, 3)
+    figures.picture(axes[0, 0], np.zeros((64, 64, 3), dtype=np.uint8))
+    said = figures.draw_sample(axes[0, 0], dict(pred_instances=instances), ('a', 'b', 'c'), truth=False)
+    assert said.startswith(f'{number} objects')
+    legend = axes[0, 0].get_legend()
+    if number == 8:
+        assert len(axes[0, 0].texts) == 8 and legend is None
+    else:
+        assert len(axes[0, 0].texts) == 0 and [t.get_text() for t in legend.get_texts()] == ['a', 'b', 'c']
+
+
+def test_an_enlarged_image_has_its_boxes_and_masks_in_place():
+    image = np.zeros((4, 6, 3), dtype=np.uint8)
+    image[1:3, 2:5] = 255
+    mask = image[..., 0] > 0
+    instances = InstanceData(bboxes=torch.tensor([[2.0, 1, 5, 3]]), masks=torch.from_numpy(mask)[None])
+    sample = dict(pred_instances=instances)
+    large = enlarge(image, sample, 3)
+    assert large.shape == (12, 18, 3) and instances.bboxes.tolist() == [[6.0, 3, 15, 9]]
+    assert (
+        np.array_equal(instances.masks[0], large[..., 0] > 0)
+        and large[3:9, 6:15].all()
+        and large.sum() == 9 * image.sum()
+    )

@@ -1,6 +1,7 @@
 """DTN and its siblings in models of timm, MMDetection and MMPretrain, which know nothing of them."""
 
 import copy
+import json
 import pickle
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -9,12 +10,15 @@ import pytest
 import timm
 import torch
 import torch.multiprocessing as mp
+import torchvision
 from mmengine.registry import MODELS
+from timm.models.metaformer import Attention, LayerNorm2dNoBias, LayerNormNoBias, MetaFormer, SepConv
 from torch import nn
 from torch._dynamo.testing import CompileCounter
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
+from torchvision.models.swin_transformer import PatchMergingV2, SwinTransformerBlockV2
 
 import mmdtn
 from mmdtn import checkpoints, convert_norms
@@ -126,7 +130,9 @@ def test_every_layernorm_is_in_the_report_once_and_every_new_parameter_gets_a_gr
     norms = {n for n, m in model.named_modules() if isinstance(m, nn.LayerNorm)}
     report = convert_norms(model, size)
     assert {*report.converted} | {*report.kept} == norms and not {*report.converted} & {*report.kept}
-    assert all(str(report).count(f'\n  {n}: ') + str(report).count(f'\n  {n} stays, as it ') == 1 for n in norms)
+    assert all(
+        report.details().count(f'\n  {n}: ') + report.details().count(f'\n  {n} stays, as it ') == 1 for n in norms
+    )
     for layer in (m for m in model.modules() if isinstance(m, DTN)):
         start = torch.tensor(local_start(layer.num_heads))
         assert torch.equal(layer.position[: len(start)], start)
@@ -178,11 +184,59 @@ def test_a_converted_mmdet_swin_is_swin_dtn():
 
 
 def test_tokens_in_another_order_are_refused():
-    model = timm.create_model('hiera_tiny_224', embed_dim=8, num_heads=1, stages=(1, 1, 2, 1))
+    model = timm.create_model('hiera_tiny_224', embed_dim=8, num_heads=1, stages=(2, 2, 2, 2))
     report = convert_norms(model)
-    assert report.converted == {}
-    counts_fit = [n for n in report.kept if n.startswith('blocks.') and n != 'blocks.4.norm2']
-    assert all('tokens in another order than row by row' in report.kept[n] for n in counts_fit) and len(counts_fit) > 8
+    assert {*report.converted} == {'blocks.7.norm1', 'blocks.7.norm2'}, 'one window, and so row by row'
+    refused = [n for n, why in report.kept.items() if 'in another order than row by row: ' in why]
+    assert refused == [f'blocks.{i}.norm{n}' for i in (0, 1, 3, 5) for n in (1, 2)]
+
+
+@pytest.mark.parametrize(
+    ('make', 'number'),
+    [
+        (
+            lambda: MetaFormer(
+                depths=[1] * 4,
+                dims=(8, 16, 32, 32),
+                token_mixers=[SepConv, SepConv, Attention, Attention],
+                norm_layers=[LayerNorm2dNoBias] * 2 + [LayerNormNoBias] * 2,
+            ),
+            8,
+        ),  # a learned residual scale
+        (
+            lambda: torchvision.models.SwinTransformer(
+                (4, 4), 12, [1, 1], [1, 2], (4, 4), block=SwinTransformerBlockV2, downsample_layer=PatchMergingV2
+            ),
+            4,
+        ),  # norms behind attention
+        (
+            lambda: timm.create_model(
+                'tiny_vit_5m_224', embed_dims=(8, 16, 32, 32), num_heads=(1, 1, 1, 1), depths=(1, 1, 1, 1)
+            ),
+            3,
+        ),  # the sum is one module up
+        (
+            lambda: MODELS.build(
+                dict(
+                    type='mmpretrain.HorNet',
+                    arch=dict(
+                        base_dim=8, depths=[1] * 4, orders=[2, 2, 2, 2], dw_cfg=[dict(type='DW', kernel_size=7)] * 4
+                    ),
+                )
+            ),
+            8,
+        ),  # a LayerNorm class of its own
+    ],
+    ids=['caformer', 'swin_v2', 'tiny_vit', 'hornet'],
+)
+def test_blocks_of_many_kinds_are_found(make, number):
+    model = randomised(make())
+    model.eval()
+    before = copy.deepcopy(model)
+    report = convert_norms(model, warm_start=1.0)
+    assert len(report.converted) == number, report.details()
+    for got, want in zip(tensors(model(images((224, 224)))), tensors(before(images((224, 224)))), strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
 
 
 class Ways(nn.Module):
@@ -222,17 +276,17 @@ def test_what_stays_and_why():
     torch.testing.assert_close(model.eval()(images((64, 96))), training)  # where torch's block asks its norms for eps
     assert {*report.converted} == {'block.norm1', 'block.norm2'}
     expected = dict(
-        windows='is given 8 x 24 x 16 for 2 images: windows',
+        windows='windows, or another grouping, in the place of the batch: 8 x 24 x 16 for 2 images',
         twice='several shapes in one run',
         never='is not called',
-        odd='does not normalise the channels of 2 x 96 x 16 as LayerNorm does',
-        final='is given 2 x 16: no tokens on a grid',
+        odd='does not normalise channels as LayerNorm does: it is given 2 x 96 x 16',
+        final='no tokens on a grid: it is given 2 x 16',
     )
     assert report.kept.keys() == expected.keys()
     assert all(words in report.kept[name] for name, words in expected.items())
     assert report.others == {'rms': 'RMSNorm', 'batch': 'BatchNorm2d', '': 'F.layer_norm, called by the module itself'}
     assert 'the one at' in convert_norms(Ways(shuffle=True), (64, 96)).kept['block.norm1']
-    assert convert_norms(Ways(), (32, 64)).kept['block.norm1'] == 'has a grid of 4 x 8 tokens, less than 7 a side'
+    assert convert_norms(Ways(), (32, 64)).kept['block.norm1'] == 'has a grid of 4 x 8 tokens: less than 7 a side'
 
 
 def test_a_norm_with_two_names_is_replaced_under_both():
@@ -363,7 +417,7 @@ def test_other_sizes_of_a_model_that_takes_one():
     model = vit(dynamic_img_size=False).eval()
     report = convert_norms(model, (64, 64))
     assert report.sizes == [(64, 64)] and 'it takes no other size' in str(report) and len(report.converted) == 4
-    with pytest.raises(ValueError, match=r'64 x 64.*72 x 64'):
+    with pytest.raises(ValueError, match=r'72 x 64.*64 x 64'):
         model(images((72, 64)))
     assert model(images((64, 64))).isfinite().all()
 
@@ -373,17 +427,115 @@ def test_a_size_that_is_none():
         convert_norms(vit(), 32)
 
 
-def test_methods_other_than_the_call_and_sizes_of_a_model_that_changed():
+@torch.no_grad()
+def test_methods_that_start_from_images():
+    model, size, unseen = make('vit')
+    before = copy.deepcopy(model)
+    convert_norms(model, size, warm_start=1.0)
+    with pytest.raises(ValueError, match='65 tokens, but no image'):
+        model.blocks(torch.randn(2, 65, 24))
+    for x in (images(size), images(unseen)):
+        for method in ('forward_features', 'forward_intermediates', 'get_intermediate_layers', '__call__'):
+            got, want = (tensors(getattr(m, method)(x)) for m in (model, before))
+            for one, other in zip(got, want, strict=True):
+                torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+    with pytest.raises(ValueError, match='65 tokens, but no image'):
+        model.blocks(torch.randn(2, 65, 24))
+
+
+def test_methods_with_activation_checkpointing_and_another_image_before_the_backward_pass():
+    model = randomised(vit()).train()
+    convert_norms(model, (64, 64))
+    gradients = []
+    for checkpointing in (False, True):
+        model.set_grad_checkpointing(checkpointing)
+        model.zero_grad()
+        sum(model.forward_features(images(size)).square().sum() for size in ((64, 96), (80, 80))).backward()
+        gradients.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
+    for got, want in zip(*gradients, strict=True):
+        torch.testing.assert_close(got, want)
+
+
+def test_sizes_of_a_model_that_changed():
     model, size, _ = make('vit')
     convert_norms(model, size)
-    with pytest.raises(ValueError, match=r'65 tokens .*forward_features'):
-        model.forward_features(images(size))
-    model(images(size)).sum()  # which leaves a graph, but no backward pass is under way
-    with pytest.raises(ValueError, match=r'65 tokens .*forward_features'):
-        model.forward_features(images(size))
     model.patch_embed.proj.stride = 4
     with pytest.raises(ValueError, match=r'8 x 8 .*64 x 64 .*226'):
         model(images(size))
+
+
+class Asking(nn.Module):
+    """A model that takes a dict, and needs to be told to interpolate."""
+
+    def __init__(self):
+        super().__init__()
+        self.vit = vit()
+
+    def forward(self, inputs, interpolate=False):
+        if not interpolate:
+            raise ValueError('interpolate')
+        return self.vit(inputs['image'])
+
+
+def test_a_model_that_takes_more_than_images():
+    model = Asking()
+    with pytest.raises(ValueError, match='call=lambda model, images'):
+        convert_norms(model, (64, 64))
+    report = convert_norms(model, (64, 64), call=lambda model, images: model(dict(image=images), interpolate=True))
+    assert len(report.converted) == 4 and len(report.sizes) == 3
+    assert model(dict(image=images((72, 96))), interpolate=True).isfinite().all()
+
+
+class Text(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(9, 16)
+        self.norm = nn.LayerNorm(16)
+
+    def forward(self, words):
+        (_, _) = words.shape
+        return self.norm(self.embed(words))
+
+
+def test_models_that_cannot_be_converted_say_why():
+    with pytest.raises(ValueError, match='not an image model'):
+        convert_norms(Text())
+    with torch.device('meta'):
+        empty = vit()
+    with pytest.raises(ValueError, match=r'meta device.*to_empty'):
+        convert_norms(empty, (64, 64))
+    report = convert_norms(vit(patch_drop_rate=0.5), (64, 64))
+    assert report.converted == {}
+    assert '2 x 33 x 24, and not 2 x 65 x 24' in report.kept['blocks.0.norm1']
+
+
+class Hybrid(nn.Module):
+    """A block on tokens row by row, and one on tokens column by column."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Conv2d(3, 16, 8, 8)
+        self.right, self.turned = (
+            nn.TransformerEncoderLayer(16, 4, 32, norm_first=True, batch_first=True, dropout=0.0) for _ in range(2)
+        )
+
+    def forward(self, x):
+        x = self.embed(x)
+        y = self.right(x.flatten(2).mT).mT.reshape(x.shape)
+        return self.turned(y.mT.flatten(2).mT)
+
+
+def test_the_summary_has_five_lines_and_a_dict_has_everything():
+    report = convert_norms(Ways(), (64, 96))
+    summary = str(report).splitlines()
+    assert len(summary) == 5 and '2 of 7 LayerNorm converted; seen at 64 x 96' in summary[0]
+    hybrid = Hybrid()
+    report_in_part = convert_norms(hybrid, (64, 64))
+    assert {*report_in_part.converted} == {'right.norm1', 'right.norm2'}
+    assert 'in part: 2 of 4 LayerNorm, and 2 of residual blocks stay' in str(report_in_part).splitlines()[0]
+    everything = json.loads(json.dumps(report.to_dict()))
+    assert everything['kept'] == report.kept and everything['converted'].keys() == report.converted.keys()
+    assert everything['converted']['block.norm1']['grid'] == [8, 12]
 
 
 def test_a_model_that_cannot_be_run_says_why():

@@ -1,6 +1,7 @@
 """Tests tools/train.py: one-line errors, options, logs and the dry run."""
 
 import errno
+import importlib
 import json
 import os
 import re
@@ -141,6 +142,29 @@ def test_ctrl_c_ends_other_tools_with_the_same_code(tmp_path, classifier, monkey
     assert stopped.value.code == 130 and capsys.readouterr().err == 'error: stopped.\n'
     with pytest.raises(KeyboardInterrupt):
         browse_dataset.main([str(classifier), '--out', str(tmp_path), '--debug'])
+
+
+@pytest.mark.parametrize(
+    ('tool', 'work', 'arguments'),
+    [
+        ('dataset_converters.make_shapes', 'run', []),
+        ('model_converters.publish_model', 'run', ['a.pth', 'b.pth']),
+        ('model_converters.convert', 'convert', ['a.pth', '--to', 'tiny', '--out', 'b.pth']),
+        ('analysis_tools.benchmark_norm', 'run', []),
+        ('demo', 'run', []),
+    ],
+)
+def test_ctrl_c_ends_tools_without_a_config_with_the_same_code(tool, work, arguments, monkeypatch, capsys):
+    def interrupted(*args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setitem(os.environ, 'CUDA_VISIBLE_DEVICES', '')  # as the demo sets it
+    module = importlib.import_module(f'tools.{tool}')
+    monkeypatch.setattr(module, work, interrupted)
+    monkeypatch.setattr('sys.argv', [tool, *arguments])
+    with pytest.raises(SystemExit) as stopped:
+        module.main()
+    assert stopped.value.code == 130 and capsys.readouterr().err == 'error: stopped.\n'
 
 
 def test_a_full_disk_is_one_line_and_the_run_goes_on_from_the_last_checkpoint(tmp_path, classifier, monkeypatch):

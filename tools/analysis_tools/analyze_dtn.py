@@ -2,7 +2,8 @@
 --images DIR|ANNOTATIONS|SPLIT --out DIR
 
 Figures as PNG, the numbers behind each as CSV, and report.html, which shows all of it with a word on how to read it.
-The backbone is PVTDTN, SwinDTN or ViTDTN, bare, in a classifier or in a detector; with LayerNorm too.
+The backbone is one of this package, with DTN or LayerNorm, or a ConvertedBackbone: bare, in a classifier or in a
+detector.
 """
 
 import argparse

@@ -27,6 +27,7 @@ from mmdtn.analysis import SavedBytes
 from mmdtn.backbones import PVTDTN, SwinDTN, ViTDTN
 from mmdtn.benchmarks.traffic import count_backbone
 from mmdtn.engine.cpu import keep_freed_memory
+from mmdtn.errors import readable_errors
 from mmdtn.surgery.fusion import fuse
 
 LN = dict(type='LN')
@@ -127,15 +128,7 @@ def count(families: list[str], shape: tuple[int, ...]) -> None:
             print(f'{name:30}{launches:6} launches{moved / 2**20:10.0f} MiB moved', flush=True)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        '--models', nargs='+', choices=FAMILIES, default=list(FAMILIES), help='families to compare (default: all)'
-    )
-    parser.add_argument('--repeats', type=int, default=5)
-    parser.add_argument('--only', choices=INPUTS, help='use only one of the two inputs')
-    parser.add_argument('--count', action='store_true', help='count launches and bytes of a forward pass on a GPU')
-    args = parser.parse_args()
+def run(args: argparse.Namespace) -> None:
     if args.count:
         count(args.models, INPUTS[args.only or '224'])
         return
@@ -149,6 +142,20 @@ def main() -> None:
             print(line(name, row, COLUMNS))
             if 'ratios' in row:
                 print(line(f'  / {row["against"]}', row['ratios'], dict.fromkeys(COLUMNS, '{:.2f}x')))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument(
+        '--models', nargs='+', choices=FAMILIES, default=list(FAMILIES), help='families to compare (default: all)'
+    )
+    parser.add_argument('--repeats', type=int, default=5)
+    parser.add_argument('--only', choices=INPUTS, help='use only one of the two inputs')
+    parser.add_argument('--count', action='store_true', help='count launches and bytes of a forward pass on a GPU')
+    parser.add_argument('--debug', action='store_true', help='show the traceback of every error')
+    args = parser.parse_args()
+    with readable_errors(args.debug):
+        run(args)
 
 
 if __name__ == '__main__':

@@ -21,6 +21,7 @@ import torch
 
 from mmdtn.benchmarks.timing import DEVICE, SHAPES, measure
 from mmdtn.engine.cpu import keep_freed_memory
+from mmdtn.errors import readable_errors
 from mmdtn.ops import Settings
 
 # Layers whose minimum times are computed, as (batch size, channels, heads, height, width, pool size).
@@ -72,15 +73,7 @@ def print_least_times() -> None:
     print_floors(['A100', 'H100'], layers)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument('--repeats', type=int, default=15)
-    parser.add_argument('--dtype', choices=['float32', 'float16', 'bfloat16'], default='float32')
-    parser.add_argument('--json', help='write the results to this file as well')
-    parser.add_argument('--host', action='store_true', help='measure only the host time')
-    parser.add_argument('--floor', action='store_true', help='compute the minimum times of the GPU kernels')
-    parser.add_argument('--count', action='store_true', help='count launches and bytes of the GPU kernels')
-    args = parser.parse_args()
+def run(args: argparse.Namespace) -> None:
     for wanted, run in ((args.host, print_host_times), (args.floor, print_least_times), (args.count, count)):
         if wanted:
             run()
@@ -102,6 +95,20 @@ def main() -> None:
     if args.json:
         with open(args.json, 'w') as file:
             json.dump(dict(torch=torch.__version__, where=where, results=results), file, indent=1)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument('--repeats', type=int, default=15)
+    parser.add_argument('--dtype', choices=['float32', 'float16', 'bfloat16'], default='float32')
+    parser.add_argument('--json', help='write the results to this file as well')
+    parser.add_argument('--host', action='store_true', help='measure only the host time')
+    parser.add_argument('--floor', action='store_true', help='compute the minimum times of the GPU kernels')
+    parser.add_argument('--count', action='store_true', help='count launches and bytes of the GPU kernels')
+    parser.add_argument('--debug', action='store_true', help='show the traceback of every error')
+    args = parser.parse_args()
+    with readable_errors(args.debug):
+        run(args)
 
 
 if __name__ == '__main__':

@@ -20,6 +20,7 @@ from mmengine.runner import set_random_seed
 from mmdtn.errors import UserError, readable_errors
 from mmdtn.models import read_config
 from mmdtn.registry import package_of
+from mmdtn.reports.enlarge import enlarge
 
 SMALLEST = 480  # pixels of the longer side; smaller images are enlarged, so that labels are readable
 
@@ -60,23 +61,20 @@ def _draw_labels(visualizer: Any, image: np.ndarray, sample: Any, path: Path) ->
 
 def _draw_boxes(visualizer: Any, image: np.ndarray, sample: Any, path: Path) -> None:
     scale = max(1, -(-SMALLEST // max(image.shape[:2])))
-    instances = sample.gt_instances
-    boxes = instances.bboxes
-    instances.bboxes = getattr(boxes, 'tensor', boxes) * scale
-    if 'masks' in instances:
-        masks = instances.masks
-        instances.masks = masks.resize((image.shape[0] * scale, image.shape[1] * scale)).to_ndarray().astype(bool)
-    image = image.repeat(scale, 0).repeat(scale, 1)
-    visualizer.add_datasample(path.stem, image, sample, draw_pred=False, out_file=str(path))
+    visualizer.add_datasample(path.stem, enlarge(image, sample, scale), sample, draw_pred=False, out_file=str(path))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('config')
-    parser.add_argument('--out', type=Path, required=True, help='directory for the images')
-    parser.add_argument('--split', choices=['train', 'val', 'test'], default='train')
+    parser.add_argument('--out', '--output-dir', type=Path, required=True, help='directory for the images')
+    parser.add_argument('--split', '--phase', choices=['train', 'val', 'test'], default='train')
     parser.add_argument(
-        '--number', type=int, default=20, help='number of images, spread evenly over the dataset (default: %(default)s)'
+        '--number',
+        '--show-number',
+        type=int,
+        default=20,
+        help='number of images, spread evenly over the dataset (default: %(default)s)',
     )
     parser.add_argument('--cfg-options', nargs='+', action=DictAction, help='settings to override, as in a.b=1 c=[2,3]')
     parser.add_argument('--debug', action='store_true', help='show the traceback of every error')

@@ -112,15 +112,19 @@ def reasons(report: ConversionReport) -> str:
     short = {
         'in no residual block': 'no block',
         'windows, or another grouping': 'windows in the batch',
-        'follows no grid': 'no grid',
+        'follow no grid': 'no grid',
         'no tokens on a grid': 'no grid',
-        'another order': 'another order',
-        'less than': 'small grid',
+        'in another order': 'another order',
+        'cannot be proved': 'not proved',
+        'a grid of': 'small grid',
         'not called': 'not called',
         'several shapes': 'several shapes',
-        'has no gradient': 'no gradient',
+        'in training': 'dropped in training',
+        'does not normalise': 'no LayerNorm',
     }
-    found = Counter(next(name for words, name in short.items() if words in why) for why in report.kept.values())
+    found: Counter[str] = Counter()
+    for why, number in report.reasons().items():
+        found[next(name for words, name in short.items() if words in why)] += number
     return ', '.join(f'{number} {name}' for name, number in found.items())
 
 
@@ -141,7 +145,7 @@ def print_table(models: list[str], size: tuple[int, int] | None, with_reports: b
         report, numbers = measure(model, size or own_size)
         print(row(name, report, numbers), flush=True)
         if with_reports:
-            print(report)
+            print(report.details())
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -5,15 +5,16 @@ For a cascade it also shows what an image costs that leaves at each exit. A FLOP
 """
 
 import argparse
+from typing import Any
 
 import torch
-from mmengine.config import Config
+from mmengine.config import Config, DictAction
 from mmengine.registry import MODELS
 from torch import nn
 
 from mmdtn.analysis import exit_flops, flops_by_module
 from mmdtn.dvt import DVT
-from mmdtn.errors import readable_errors
+from mmdtn.errors import UserError, first_line, readable_errors
 from mmdtn.models import build, build_backbone, read_config
 from mmdtn.registry import class_of, package_of
 
@@ -53,17 +54,28 @@ def _parameters(model: nn.Module) -> int:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument('config')
-    parser.add_argument('--shape', type=int, nargs=2, default=(224, 224), metavar=('H', 'W'))
+    parser.add_argument(
+        '--shape', type=int, nargs='+', default=[224, 224], help='height and width, or the side of a square'
+    )
+    parser.add_argument('--cfg-options', nargs='+', action=DictAction, help='settings to change, as in a.b=1 c=[2,3]')
     parser.add_argument('--debug', action='store_true', help='show the traceback of every error')
     args = parser.parse_args()
+    if len(args.shape) > 2 or min(args.shape) < 1:
+        parser.error(f'--shape {" ".join(map(str, args.shape))}: one or two sides in pixels')
     with readable_errors(args.debug):
-        show(args.config, *args.shape)
+        show(args.config, args.shape[0], args.shape[-1], args.cfg_options)
 
 
-def show(config: str, height: int, width: int) -> None:
-    cfg = read_config(config)
+def show(config: str, height: int, width: int, changes: dict[str, Any] | None = None) -> None:
+    cfg = read_config(config, changes)
     model = counted(cfg)
-    flops = count_parts(model, (height, width))
+    try:
+        flops = count_parts(model, (height, width))
+    except RuntimeError as error:  # of a model that selects more boxes than a small image has, say
+        raise UserError(
+            f'{config} cannot be run on an image of {height} x {width}: {first_line(error)}. Give a larger --shape, as '
+            '--shape 800 1344.'
+        ) from error
     what = config if is_whole(cfg) else f'the backbone of {config}'
     print(f'{what}: {flops[""] / 1e9:.3f} GFLOPs at {height} x {width}, {_parameters(model) / 1e6:.2f}M parameters')
     if package_of(type(model)) == 'mmdet':

@@ -10,6 +10,18 @@ Example:
 import argparse
 
 from mmdtn.datasets import TRAIN, VAL, write_classification, write_coco
+from mmdtn.errors import UserError, readable_errors
+
+
+def run(args: argparse.Namespace) -> None:
+    write, directory = (
+        (write_classification, 'data/shapes_classification') if args.classification else (write_coco, 'data/shapes')
+    )
+    try:
+        root = write(args.directory or directory, args.train, args.val, args.seed)
+    except (ValueError, FileExistsError) as error:
+        raise UserError(str(error)) from None
+    print(f'{root}: {args.train} training images, {args.val} validation images, seed {args.seed}')
 
 
 def main() -> None:
@@ -21,15 +33,10 @@ def main() -> None:
     parser.add_argument(
         '--classification', action='store_true', help='draw one object per image, in a folder for each class'
     )
+    parser.add_argument('--debug', action='store_true', help='show the traceback of every error')
     args = parser.parse_args()
-    write, directory = (
-        (write_classification, 'data/shapes_classification') if args.classification else (write_coco, 'data/shapes')
-    )
-    try:
-        root = write(args.directory or directory, args.train, args.val, args.seed)
-    except (ValueError, OSError) as error:
-        raise SystemExit(str(error)) from None
-    print(f'{root}: {args.train} training images, {args.val} validation images, seed {args.seed}')
+    with readable_errors(args.debug):
+        run(args)
 
 
 if __name__ == '__main__':

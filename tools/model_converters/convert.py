@@ -23,6 +23,7 @@ from mmdtn.backbones.pvt import DTN_HEADS, STAGES
 from mmdtn.checkpoints.format import State
 from mmdtn.checkpoints.formats import FORMATS, recognise
 from mmdtn.checkpoints.translation import split
+from mmdtn.errors import readable_errors
 from mmdtn.models import build, read_config
 from mmdtn.registry import class_of
 from mmdtn.selfsup import DINO
@@ -50,6 +51,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument(
         '--resize', action='store_true', help='interpolate position embeddings and bias tables to the size of the model'
     )
+    parser.add_argument('--debug', action='store_true', help='show the traceback of every error')
     return parser.parse_args()
 
 
@@ -104,8 +106,7 @@ def _choice(said: str, choices: Mapping[str, Any], told: Mapping[str, Any], file
     return choices[said]
 
 
-def main() -> None:
-    args = parse_args()
+def convert(args: argparse.Namespace) -> None:
     try:
         checkpoint = checkpoints.load(args.source)
         state, settings = checkpoints.state_of(checkpoint, args.source), checkpoints.backbone_settings(checkpoint)
@@ -126,6 +127,12 @@ def main() -> None:
     checkpoints.write(args.out, dict(state_dict=converted, meta=meta))
     said = {key: value for key, value in cfg.model.get('backbone', cfg.model).items() if value is not None}
     print(f'written: {args.out}, for backbone={said}')
+
+
+def main() -> None:
+    args = parse_args()
+    with readable_errors(args.debug):
+        convert(args)
 
 
 if __name__ == '__main__':

@@ -13,6 +13,7 @@ import tempfile
 from pathlib import Path
 
 from mmdtn import checkpoints
+from mmdtn.errors import readable_errors
 
 
 def publish(source: str, out: Path) -> Path:
@@ -29,15 +30,21 @@ def publish(source: str, out: Path) -> Path:
         return unnamed.rename(out.with_name(f'{out.stem}-{digest}.pth'))
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument('source')
-    parser.add_argument('out', type=Path)
-    args = parser.parse_args()
+def run(args: argparse.Namespace) -> None:
     try:
         print(f'written: {publish(args.source, args.out)}')
     except (ValueError, FileNotFoundError) as error:
         raise SystemExit(str(error)) from None
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument('source')
+    parser.add_argument('out', type=Path)
+    parser.add_argument('--debug', action='store_true', help='show the traceback of every error')
+    args = parser.parse_args()
+    with readable_errors(args.debug):
+        run(args)
 
 
 if __name__ == '__main__':
