@@ -78,8 +78,9 @@ def class_token_attention(seen: BlockTokens, image: int = 0) -> Tensor:
     """
     if not seen.has_class_token:
         raise ValueError(f'{seen.name} has no class token.')
+    module: Any = seen.block.attn
     with torch.no_grad(), _Record() as record:
-        seen.block.attn(seen.after['norm1'][image : image + 1])
+        module(seen.after['norm1'][image : image + 1])
     return record.rows(0, 1)[0, :, 0, 1:].unflatten(-1, seen.grid)
 
 
