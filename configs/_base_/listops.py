@@ -1,5 +1,5 @@
-# Training on long ListOps with the settings of Long-Range Arena (LRA): 5000 steps with 32 sequences each. The result is
-# the accuracy of the last checkpoint. This command generates the data:
+# Training on long ListOps with the settings of Long-Range Arena (LRA): 5000 steps with 32 sequences each. The test
+# uses the last checkpoint. This command generates the data:
 #     python tools/dataset_converters/make_listops.py data/listops
 _base_ = './runtime.py'
 default_scope = 'mmengine'

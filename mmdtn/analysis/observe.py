@@ -28,9 +28,7 @@ class Observation:
     variations: dict[str, dict[str, list]] = field(default_factory=lambda: defaultdict(lambda: defaultdict(list)))
     first: Seen | None = None
     looks: list[tuple[Any, ...]] = field(default_factory=list)  # image, sample, maps
-    class_attention: list[tuple[Seen, Tensor]] = field(
-        default_factory=list
-    )  # image and attention maps of the last block
+    class_attention: list[tuple[Seen, Tensor]] = field(default_factory=list)  # attention maps of the last block
 
     @property
     def layers(self) -> dict[str, DTN]:

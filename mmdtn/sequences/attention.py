@@ -80,7 +80,7 @@ class BigBirdAttention(FullAttention):
         mask = bigbird_mask(self.num_blocks, num_heads, layer, random_blocks, random_tokens // block_size)
         self.sees_all = bool(mask.all())
         middle = mask[:, 1:-1]  # the first and the last block attend to all blocks
-        # Sort the visible blocks to the front. Rows with fewer than ``most`` also contain blocks that are masked out.
+        # Sort the visible blocks to the front. Rows with fewer visible blocks are filled with masked blocks.
         counts, seen = middle.int().sort(dim=-1, descending=True, stable=True)
         most = int(middle.sum(-1).max()) if middle.numel() else 0
         self.register_buffer('seen', seen[..., :most].contiguous(), persistent=False)
@@ -121,11 +121,11 @@ class BigBirdAttention(FullAttention):
 def bigbird_mask(num_blocks: int, num_heads: int, seed: int, random_blocks: int = 3, random_from: int = 16) -> Tensor:
     """Returns the block mask of BigBird in Long-Range Arena, ``K x blocks x blocks``.
 
-    The entry of a query block and a key block is True if the queries attend to the keys. The first and the last block
-    attend to all blocks, and all blocks attend to them. Every other block attends to itself, to the two blocks next to
-    it, and to random blocks among the first ``random_from`` blocks. Each head has its own random blocks.
+    An entry is True if the query block attends to the key block. The first and the last block attend to all blocks, and
+    all blocks attend to the first and the last block. Every other block attends to itself, to the two neighbouring
+    blocks, and to random blocks among the first ``random_from`` blocks. Each head has its own random blocks.
     """
-    block = torch.arange(num_blocks, device='cpu')  # the mask needs values even if the model is on the meta device
+    block = torch.arange(num_blocks, device='cpu')  # on the CPU, even if the model is built on the meta device
     mask = ((block[:, None] - block).abs() <= 1).repeat(num_heads, 1, 1)
     for end in (0, -1):
         mask[:, end] = mask[:, :, end] = True
@@ -141,7 +141,7 @@ def bigbird_mask(num_blocks: int, num_heads: int, seed: int, random_blocks: int 
     return mask
 
 
-OWN_TOKEN = -1e4  # added to the score of each token with itself, so that other tokens are preferred
+OWN_TOKEN = -1e4  # bias that keeps a token from attending to itself if it can attend to another token
 
 
 @MODELS.register_module()
@@ -150,8 +150,8 @@ class ReformerAttention(nn.Module):
 
     The settings are those of Long-Range Arena: queries and keys are shared, and the output is not projected. Each head
     sorts the tokens by hash bucket and then by position, with padding last, and splits them into chunks. A token
-    attends to its own chunk and to the previous chunk. For the first chunk, the previous chunk is the last one. A token
-    attends to itself only if these two chunks contain no other real token.
+    attends to its own chunk and to the previous chunk. Tokens of the first chunk attend to the last chunk instead of a
+    previous chunk. A token attends to itself only if these two chunks contain no other real token.
 
     Args:
         channels: Number of channels, C.
@@ -209,7 +209,7 @@ class ReformerAttention(nn.Module):
         return x.unflatten(2, (self.num_chunks, self.chunk_size)).transpose(1, 2)
 
     def with_chunk_before(self, chunks: Tensor) -> Tensor:
-        """Appends to each chunk the previous chunk, ``B x n x K x 2S x c``. Returns a single chunk unchanged."""
+        """Appends the previous chunk to each chunk, ``B x n x K x 2S x c``. Returns a single chunk unchanged."""
         return torch.cat((chunks, chunks.roll(1, 1)), 3) if self.num_chunks > 1 else chunks
 
     def bias(self, real: Tensor) -> Tensor:

@@ -175,7 +175,7 @@ class EncoderLayer(nn.Module):
 
 
 def sinusoids(places: int, channels: int) -> Tensor:
-    """Returns sinusoidal position embeddings, ``places x channels``. Even channels are sines, odd ones are cosines."""
+    """Returns sinusoidal position embeddings, ``places x channels``. Even channels are sines, odd channels cosines."""
     frequency = 10_000.0 ** (-torch.arange(0, channels, 2, dtype=torch.float64) / channels)
     angle = torch.arange(places)[:, None] * frequency
     return torch.stack((angle.sin(), angle.cos()), -1).flatten(1)[:, :channels].float()

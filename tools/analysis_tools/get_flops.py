@@ -1,7 +1,7 @@
 """Prints FLOPs and parameters of the model in a config: python tools/analysis_tools/get_flops.py CONFIG --shape 224 224
 
-The tool counts the whole model, like the tools of MMDetection and MMPretrain. For a detector, it also counts the
-backbone separately. For a cascade, it also prints the FLOPs of an image that exits at each exit. One FLOP is one
+The tool counts the whole model, like the tools of MMDetection and MMPretrain. For a detector, the tool also
+counts the backbone separately. For a cascade, the tool also prints the FLOPs up to each exit. One FLOP is one
 multiply-add, as in the papers.
 """
 
@@ -19,7 +19,7 @@ from mmdtn.errors import UserError, first_line, readable_errors
 from mmdtn.models import build, build_backbone, read_config
 from mmdtn.registry import class_of, package_of
 
-WHOLE = ('mmdet', 'mmpretrain')  # packages whose models take one tensor of images
+WHOLE = ('mmdet', 'mmpretrain')  # packages whose models accept a batch of images as a tensor
 
 
 def counted(cfg: Config) -> nn.Module:
