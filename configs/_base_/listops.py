@@ -1,4 +1,5 @@
-# Long ListOps as Long-Range Arena trains it: 5000 steps with 32 sequences, the last checkpoint counts. The data:
+# Training on long ListOps with the settings of Long-Range Arena (LRA): 5000 steps with 32 sequences each. The test
+# uses the last checkpoint. This command generates the data:
 #     python tools/dataset_converters/make_listops.py data/listops
 _base_ = './runtime.py'
 default_scope = 'mmengine'
@@ -7,7 +8,7 @@ custom_hooks = _base_.runtime.custom_hooks
 visualizer = dict(type='Visualizer', **_base_.runtime.visualizer)
 data_root = 'data/listops'
 
-# 4 layers are LRA's configuration. 6 layers with an MLP of 2048 are what the papers say.
+# The published configuration of LRA has 4 layers. The papers of LRA and DTN state 6 layers with an MLP of 2048.
 model = dict(
     type='SequenceClassifier',
     attention=dict(type='FullAttention'),

@@ -1,4 +1,4 @@
-# Each run is one process with batch size 4 and takes about 9 minutes of one core. `make demo` uses two processes with
+# Each run uses one process with batch size 4 and takes about 9 minutes on one core. `make demo` uses two processes with
 # batch size 2 instead.
 title = 'The demo: seven epochs on generated images'
 config = 'configs/demo/mask-rcnn_pvt-dtn_shapes.py'

@@ -1,4 +1,5 @@
-# A classifier with the backbone of the demo. The study transfer.py uses its weights in detectors, so train it first:
+# A classifier with the backbone of the demo. The study transfer.py uses the weights of this classifier, so train the
+# classifier first:
 #     python tools/train.py configs/studies/pvt_cifar10-folder.py
 _base_ = './vit-micro_10e_cifar10-folder.py'
 model = dict(

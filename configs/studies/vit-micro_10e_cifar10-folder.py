@@ -1,4 +1,4 @@
-# The model of vit-micro_cifar10-folder.py, trained for ten epochs. A run takes 25 minutes of one core.
+# The model of vit-micro_cifar10-folder.py, trained for ten epochs. A run takes 25 minutes on one core.
 _base_ = './vit-micro_cifar10-folder.py'
 max_iters = 3910
 train_cfg = dict(max_iters=max_iters, val_interval=782)

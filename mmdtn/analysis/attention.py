@@ -72,12 +72,14 @@ def attention(seen: BlockTokens, image: int = 0) -> Iterator[AttentionWeights]:
 
 
 def class_token_attention(seen: BlockTokens, image: int = 0) -> Tensor:
-    """How much the class token attends to each token of the grid, for each head: ``K x h x w``.
+    """Returns the attention weights of the class token to all tokens of the grid, ``K x h x w``.
 
-    The share of the class token itself is left out, so that the sum over a map is less than 1.
+    The weight of the class token itself is left out, so the sum over the map of a head is less than 1.
     """
     if not seen.has_class_token:
-        raise ValueError(f'{seen.name} has no class token.')
+        raise ValueError(
+            f'{seen.name} has no class token. Choose a block after the one where the class token is added.'
+        )
     module: Any = seen.block.attn
     with torch.no_grad(), _Record() as record:
         module(seen.after['norm1'][image : image + 1])

@@ -16,8 +16,8 @@ from mmdtn.norms import DTN
 class BlockTokens:
     """Tokens of one block in a forward pass.
 
-    The tokens are ``B x H x W x C``, or ``B x 1 x (1 + H * W) x C`` if a class token precedes them. For a converted
-    model, they are the tokens on the grid around the DTN layers of one module.
+    The tokens are ``B x H x W x C``, or ``B x 1 x (1 + H * W) x C`` if a class token precedes them. In a converted
+    model, a block is a module that contains DTN layers, and only its tokens on the grid are recorded.
     """
 
     name: str
@@ -37,7 +37,7 @@ class BlockTokens:
 
 
 class Capture(AbstractContextManager):
-    """Context manager that records the tokens of all blocks of this project's backbones, or of converted models.
+    """Context manager that records the tokens of all blocks in a backbone of this project or in a converted model.
 
     ``blocks`` holds the tokens of the last forward pass, in the order of the model's blocks. The model itself is not
     changed.
@@ -62,8 +62,8 @@ class Capture(AbstractContextManager):
         if not self._blocks:
             raise ValueError(
                 f'{type(model).__name__} has no block of PVTDTN, SwinDTN, ViTDTN, T2TViTDTN or LeViTDTN, and no DTN '
-                "layer of convert_norms. Only these can be analysed. With norm_cfg=dict(type='LN') the backbones are "
-                'the published models. LeViTDTN needs norm_cfg=None.'
+                'layer of convert_norms. To analyse a published model, use one of these backbones with '
+                "norm_cfg=dict(type='LN'), or LeViTDTN with norm_cfg=None."
             )
 
     def __enter__(self) -> 'Capture':
@@ -79,7 +79,7 @@ class Capture(AbstractContextManager):
             note = self._note_converted if converted else self._note_norm
             for name in self._norms[tokens.name]:
                 norm = tokens.block.get_submodule(name)
-                # In front of the hook that turns the output of a converted norm to channels first again.
+                # Run before the hook that permutes the output of a converted norm back to channels first.
                 self._handles.append(norm.register_forward_hook(partial(note, tokens, name), prepend=converted))
             note_output = self._note_output_of_converted if converted else self._note_output
             self._handles.append(tokens.block.register_forward_hook(partial(note_output, tokens)))
@@ -109,14 +109,17 @@ class Capture(AbstractContextManager):
 
     def _note_converted(self, tokens: BlockTokens, name: str, module: nn.Module, inputs: Any, output: Tensor) -> None:
         x, *where = inputs
-        if where:  # flat tokens
+        if where:  # the tokens are B x T x C
             grid, prefix = where
             x, output = (flat[:, prefix:].unflatten(1, grid) for flat in (x, output))
         tokens.before[name], tokens.after[name] = x.detach(), output.detach()
         tokens.grid = x.shape[1], x.shape[2]
 
     def _note_output_of_converted(self, tokens: BlockTokens, module: nn.Module, inputs: Any, output: Any) -> None:
-        """In whichever form the block returns them; if in none that fits the grid, those in front of its last norm."""
+        """Records the output of a block of a converted model.
+
+        If the shape of the output does not fit the grid, the input of the block's last norm is recorded instead.
+        """
         *_, tokens.output = tokens.before.values()
         y = output[0] if isinstance(output, tuple) else output
         height, width = tokens.grid

@@ -28,11 +28,11 @@ class Observation:
     variations: dict[str, dict[str, list]] = field(default_factory=lambda: defaultdict(lambda: defaultdict(list)))
     first: Seen | None = None
     looks: list[tuple[Any, ...]] = field(default_factory=list)  # image, sample, maps
-    class_attention: list[tuple[Seen, Tensor]] = field(default_factory=list)  # of the last block
+    class_attention: list[tuple[Seen, Tensor]] = field(default_factory=list)  # attention maps of the last block
 
     @property
     def layers(self) -> dict[str, DTN]:
-        """Those of blocks that ran: of the two backbones of DINO, the teacher's."""
+        """DTN layers of all blocks that have run, by name. For DINO, these are the layers of the teacher."""
         assert self.first is not None
         ran = tuple(f'{block.name}.' for block in self.first.blocks)
         modules = self.trained.model.named_modules()
@@ -50,7 +50,8 @@ class Observation:
     def shown_norms(self) -> list[str]:
         """Names the first, middle and last DTN layer in front of an attention layer.
 
-        Without such a layer, it names norms in front of attention layers, or else any DTN layers or norms.
+        If the model has no such layer, other norms in front of attention layers are used. If the model has no such norm
+        either, any DTN layers or norms are used.
         """
         of_dtn = [n for n, (_, norm, _, _) in self.norms().items() if isinstance(norm, DTN)]
         names = next(

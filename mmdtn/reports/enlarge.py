@@ -1,4 +1,4 @@
-"""Enlarges small images with their annotations and predictions, so that boxes and labels have room on them."""
+"""Enlarges small images with their boxes and masks, so that drawn boxes and labels are readable."""
 
 from typing import Any
 
@@ -6,7 +6,10 @@ import numpy as np
 
 
 def enlarge(image: np.ndarray, sample: Any, scale: int) -> np.ndarray:
-    """Returns the image with each pixel repeated. Scales boxes and masks of MMDetection's ``sample`` in place."""
+    """Returns an image that is ``scale`` times larger. Boxes and masks of ``sample`` are scaled in place.
+
+    ``sample`` is a ``DetDataSample`` of MMDetection.
+    """
     for kind in ('gt_instances', 'pred_instances'):
         instances = sample.get(kind)
         if instances is None or 'bboxes' not in instances:

@@ -23,7 +23,7 @@ MAP = 'viridis'
 COLUMNS = 8  # largest number of small images in a row; more would be too small to read
 DASHES = ('-', '--', ':', '-.')
 MARKERS = ('o', 's', '^', 'D', 'v', 'P', 'X', '*')
-LABELLED = 8  # objects of an image that have a label each; of more objects, the colours are in a legend
+LABELLED = 8  # largest number of labelled objects in an image; for more objects, a legend shows the colours
 STYLE: Any = {'font.size': 11, 'axes.grid': True, 'grid.alpha': 0.3, 'image.interpolation': 'nearest'}
 
 
@@ -255,7 +255,7 @@ def components(layers: dict[str, list[tuple[Array, Array]]], grid: dict[str, tup
 
 
 def class_attention(images: list[tuple[Array, Array]]) -> Figure:
-    """Each image and its maps ``K x h x w``, of up to ``COLUMNS`` heads."""
+    """Draws each image next to its attention maps ``K x h x w``, for at most ``COLUMNS`` heads."""
     heads = min(COLUMNS, len(images[0][1]))
     figure, axes = panels(len(images), heads + 1, WIDTH / (heads + 1) + 0.3)
     for row, (image, maps) in zip(axes, images, strict=True):

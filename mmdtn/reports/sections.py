@@ -31,7 +31,7 @@ def draw_distances(report: Report, runs: list[Observation]) -> None:
         if blocks:
             shown[run.trained.label] = blocks
     if not shown:
-        report.leave_out('Attention distance (Fig. 2 of the paper)', 'the attention of a converted model is its own.')
+        report.leave_out('Attention distance (Fig. 2 of the paper)', 'This figure needs a backbone of this package.')
         return
     report.figure(
         'attention_distance',
@@ -74,16 +74,16 @@ def draw_magnitudes(report: Report, runs: list[Observation]) -> None:
 
 def draw_class_attention(report: Report, runs: list[Observation]) -> None:
     for number, run in enumerate(runs):
-        if not run.class_attention:  # of a detector, say
+        if not run.class_attention:  # the model has no class token
             continue
         shown = [(seen.picture, maps.numpy()) for seen, maps in run.class_attention]
         many = len(shown[0][1]) > figures.COLUMNS
         report.figure(
             f'class_attention{_number(number)}',
             f'What the class token attends to: {run.trained.label}',
-            'The attention of the class token of the last block to each token of the image, for each head. Light is '
-            'much; each map has its own scale. The heads of a backbone that was trained with DINO tend to follow '
-            'objects.' + (f' The first {figures.COLUMNS} heads are drawn.' if many else ''),
+            'Attention weights of the class token to each token of the image in the last block, for each head. Light '
+            'colours are large weights, and each map has its own scale. After pre-training with DINO, the heads tend '
+            'to attend to objects.' + (f' Only the first {figures.COLUMNS} heads are drawn.' if many else ''),
             figures.class_attention(shown),
             ('image', 'head', 'row', 'column', 'attention'),
             [

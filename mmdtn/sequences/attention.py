@@ -1,7 +1,8 @@
-"""Self-attention of long padded sequences: over all tokens, BigBird's and Reformer's.
+"""Self-attention modules for long padded sequences: full attention, BigBird and Reformer.
 
-Each module takes ``B x T x C`` and ``real``, ``B x T``, True for real tokens, which come first. No real token attends
-to padding. Blocks and chunks are those of ``max_tokens`` tokens, so that the output does not depend on T.
+Each module takes tokens ``B x T x C`` and a mask ``real``, ``B x T``, which is True for real tokens. The real tokens
+come before the padding. No real token attends to padding. The number of blocks or chunks depends on ``max_tokens``, not
+on T, so more padding does not change the output.
 """
 
 import math
@@ -15,12 +16,12 @@ from torch import Tensor, nn
 
 @MODELS.register_module()
 class FullAttention(nn.Module):
-    """Every token attends to all real tokens. The linear layers have no bias.
+    """Multi-head self-attention in which every token attends to all real tokens. The linear layers have no bias.
 
     Args:
         channels: Number of channels, C.
         num_heads: Number of heads, K.
-        max_tokens, layer: Unused. The encoder passes them to every kind of attention.
+        max_tokens, layer: Unused. The encoder passes both arguments to every attention module.
         dropout: Dropout rate of the attention weights.
     """
 
@@ -38,25 +39,26 @@ class FullAttention(nn.Module):
         return self.out(merge_heads(self.attend(q, k, v, real)))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, real: Tensor) -> Tensor:
-        """``B x K x T x c`` to the same."""
+        """Computes the attention of queries, keys and values ``B x K x T x c``. The output has the same shape."""
         dropout = self.dropout if self.training else 0.0
         return F.scaled_dot_product_attention(q, k, v, attn_mask=real[:, None, None], dropout_p=dropout)
 
 
 @MODELS.register_module()
 class BigBirdAttention(FullAttention):
-    """Full attention under the fixed mask of :func:`bigbird_mask` (Zaheer et al., arXiv 2007.14062).
+    """Block-sparse attention with the fixed mask of :func:`bigbird_mask` (Zaheer et al., arXiv 2007.14062).
 
-    The module gathers the few blocks of keys that a block of queries attends to, and computes no other scores.
+    For each block of queries, the module gathers the few blocks of keys that the mask allows. It computes attention
+    scores for these blocks only.
 
     Args:
         channels: Number of channels, C.
         num_heads: Number of heads, K. Each head has its own random blocks.
-        max_tokens: Largest number of tokens in a sequence. It determines which block is the last.
-        layer: Number of the layer, which seeds the random blocks.
+        max_tokens: Maximum number of tokens in a sequence, which determines the number of blocks.
+        layer: Index of the layer, used as the seed of the random blocks.
         block_size: Number of tokens in a block.
-        random_blocks: Number of random blocks that a block attends to.
-        random_tokens: The random blocks lie within this number of first tokens.
+        random_blocks: Number of random blocks that each block attends to.
+        random_tokens: Random blocks are chosen among the first ``random_tokens`` tokens of the sequence.
     """
 
     seen: Tensor
@@ -77,8 +79,8 @@ class BigBirdAttention(FullAttention):
         self.num_blocks = math.ceil(max_tokens / block_size)
         mask = bigbird_mask(self.num_blocks, num_heads, layer, random_blocks, random_tokens // block_size)
         self.sees_all = bool(mask.all())
-        middle = mask[:, 1:-1]  # the first and the last block of queries attend to all
-        # The blocks that a block attends to come first. Rows with fewer are filled with blocks that do not count.
+        middle = mask[:, 1:-1]  # the first and the last block attend to all blocks
+        # Sort the visible blocks to the front. Rows with fewer visible blocks are filled with masked blocks.
         counts, seen = middle.int().sort(dim=-1, descending=True, stable=True)
         most = int(middle.sum(-1).max()) if middle.numel() else 0
         self.register_buffer('seen', seen[..., :most].contiguous(), persistent=False)
@@ -96,7 +98,10 @@ class BigBirdAttention(FullAttention):
         return torch.cat((first, middle, last), 2)[:, :, :T]
 
     def _attend_to_blocks(self, q: Tensor, k: Tensor, v: Tensor, real: Tensor) -> Tensor:
-        """Each block of queries is a head of its own for torch's attention: ``B x (K M) x S x c`` for M blocks of S."""
+        """Computes the attention of the middle blocks of queries to their visible blocks.
+
+        Each of the M blocks of S queries becomes a separate head, ``B x (K M) x S x c``, for torch's attention.
+        """
         K, M, n = self.seen.shape
         heads = torch.arange(K, device=k.device)[:, None, None]
         chosen = (heads * self.num_blocks + self.seen).flatten()
@@ -114,45 +119,47 @@ class BigBirdAttention(FullAttention):
 
 
 def bigbird_mask(num_blocks: int, num_heads: int, seed: int, random_blocks: int = 3, random_from: int = 16) -> Tensor:
-    """The mask of Long-Range Arena's BigBird, ``K x blocks x blocks``: which block attends to which.
+    """Returns the block mask of BigBird in Long-Range Arena, ``K x blocks x blocks``.
 
-    The first and the last block attend to all blocks, and all blocks attend to them. Every other block attends to
-    itself, to the two blocks next to it, and to random blocks among the first ``random_from``. Each head draws its own.
+    An entry is True if the query block attends to the key block. The first and the last block attend to all blocks, and
+    all blocks attend to the first and the last block. Every other block attends to itself, to the two neighbouring
+    blocks, and to random blocks among the first ``random_from`` blocks. Each head has its own random blocks.
     """
-    block = torch.arange(num_blocks, device='cpu')  # also where a model is built on the meta device
+    block = torch.arange(num_blocks, device='cpu')  # on the CPU, even if the model is built on the meta device
     mask = ((block[:, None] - block).abs() <= 1).repeat(num_heads, 1, 1)
     for end in (0, -1):
         mask[:, end] = mask[:, :, end] = True
-    # With NumPy's old generator and draws in this order, the random blocks are those of Long-Range Arena's code.
+    # NumPy's legacy generator, called in this order, draws the same random blocks as the code of Long-Range Arena.
     rng = np.random.RandomState(seed)
     for head in mask:
         for i in range(1, num_blocks - 1):
             last = min(num_blocks, random_from) - 1
-            if i > 2:  # that code draws from fewer blocks in the last two rows
+            if i > 2:  # the code of Long-Range Arena chooses among fewer blocks in the last two rows
                 last -= {num_blocks - 3: 4, num_blocks - 2: 3}.get(i, 0)
             candidates = [j for j in range(1, min(last, num_blocks - 2) + 1) if abs(i - j) > 1]
             head[i, rng.permutation(candidates)[:random_blocks].astype(int)] = True
     return mask
 
 
-OWN_TOKEN = -1e4  # added to the score of a token with itself, so that it attends to itself only if it is alone
+OWN_TOKEN = -1e4  # bias that keeps a token from attending to itself if it can attend to another token
 
 
 @MODELS.register_module()
 class ReformerAttention(nn.Module):
-    """Attention within chunks of tokens that hash alike (Kitaev et al., arXiv 2001.04451), as Long-Range Arena has it.
+    """Attention among tokens with similar hashes, as in Reformer (Kitaev et al., arXiv 2001.04451).
 
-    Queries and keys are the same, and the output is not projected. Each head sorts the tokens by bucket and then by
-    position, with padding last, and cuts them into chunks. A token attends to its own chunk and to the chunk before it.
-    The chunk before the first is the last. A token attends to itself only if there is no other token.
+    The settings are those of Long-Range Arena: queries and keys are shared, and the output is not projected. Each head
+    sorts the tokens by hash bucket and then by position, with padding last, and splits them into chunks. A token
+    attends to its own chunk and to the previous chunk. Tokens of the first chunk attend to the last chunk instead of a
+    previous chunk. A token attends to itself only if these two chunks contain no other real token.
 
     Args:
         channels: Number of channels, C.
         num_heads: Number of heads, K.
-        max_tokens: Largest number of tokens in a sequence. It determines the size of a chunk.
-        layer: Unused, as all layers have the same hash.
-        num_buckets: Number of values of the hash, which is even.
-        num_chunks: Number of chunks into which ``max_tokens`` tokens are cut.
+        max_tokens: Maximum number of tokens in a sequence, which determines the size of a chunk.
+        layer: Unused. All layers use the same hash function.
+        num_buckets: Number of hash buckets, an even number.
+        num_chunks: Number of chunks in a sequence of ``max_tokens`` tokens.
     """
 
     rotation: Tensor
@@ -170,11 +177,11 @@ class ReformerAttention(nn.Module):
         if channels % num_heads:
             raise ValueError(f'num_heads={num_heads} does not divide {channels} channels.')
         if num_buckets % 2:
-            raise ValueError(f'num_buckets={num_buckets}: the hash has an even number of values.')
+            raise ValueError(f'num_buckets={num_buckets} is odd, but ReformerAttention needs an even number.')
         self.num_heads, self.num_buckets, self.num_chunks = num_heads, num_buckets, num_chunks
         self.chunk_size = math.ceil(max_tokens / num_chunks)
         self.qk, self.v = (nn.Linear(channels, channels, bias=False) for _ in range(2))
-        generator = torch.Generator().manual_seed(0)  # all layers and trainings have the same hash
+        generator = torch.Generator().manual_seed(0)  # all layers and all runs use the same hash function
         self.register_buffer('rotation', torch.randn(channels // num_heads, num_buckets // 2, generator=generator))
 
     def forward(self, x: Tensor, real: Tensor) -> Tensor:
@@ -184,7 +191,7 @@ class ReformerAttention(nn.Module):
         order = self.sort(qk, real)[..., None].expand_as(qk)
         qk, v = (self.chunks(t.gather(2, order)) for t in (qk, v))
         parts = (qk, self.with_chunk_before(qk), self.with_chunk_before(v), self.bias(real).to(qk.dtype))
-        # The chunks of a sequence are sequences of their own for torch's attention.
+        # Torch's attention treats each chunk as a separate sequence of the batch.
         queries, keys, values, bias = (t.flatten(0, 1) for t in parts)
         y = F.scaled_dot_product_attention(queries, keys, values, attn_mask=bias)
         y = y.unflatten(0, (-1, self.num_chunks)).transpose(1, 2).flatten(2, 3)
@@ -192,21 +199,24 @@ class ReformerAttention(nn.Module):
 
     @torch.no_grad()
     def sort(self, qk: Tensor, real: Tensor) -> Tensor:
-        """Returns the places of the tokens in sorted order, ``B x K x T``."""
+        """Returns the positions of the tokens after sorting by bucket, ``B x K x T``."""
         rotated = qk.float() @ self.rotation.float()
         bucket = torch.cat((rotated, -rotated), -1).argmax(-1)
         return bucket.masked_fill(~real[:, None], self.num_buckets).argsort(dim=-1, stable=True)
 
     def chunks(self, x: Tensor) -> Tensor:
-        """``B x K x T x c`` to ``B x n x K x S x c`` for n chunks of S tokens."""
+        """Splits ``B x K x T x c`` into n chunks of S tokens, ``B x n x K x S x c``."""
         return x.unflatten(2, (self.num_chunks, self.chunk_size)).transpose(1, 2)
 
     def with_chunk_before(self, chunks: Tensor) -> Tensor:
-        """``B x n x K x S x c`` to ``B x n x K x 2S x c``. A single chunk stays alone."""
+        """Appends the previous chunk to each chunk, ``B x n x K x 2S x c``. Returns a single chunk unchanged."""
         return torch.cat((chunks, chunks.roll(1, 1)), 3) if self.num_chunks > 1 else chunks
 
     def bias(self, real: Tensor) -> Tensor:
-        """Returns what is added to the scores, ``B x n x 1 x S x 2S``. Real tokens also come first after sorting."""
+        """Returns the bias that is added to the attention scores, ``B x n x 1 x S x 2S``.
+
+        The bias does not depend on the head, because padding stays at the end of the sorted tokens in all heads.
+        """
         padding = torch.zeros(real.shape, device=real.device).masked_fill(~real, -math.inf)
         padding = self.with_chunk_before(self.chunks(padding[:, None, :, None])).mT.repeat(1, 1, 1, self.chunk_size, 1)
         padding.diagonal(dim1=-2, dim2=-1).fill_(OWN_TOKEN)
@@ -222,7 +232,7 @@ def merge_heads(x: Tensor) -> Tensor:
 
 
 def pad_tokens(x: Tensor, tokens: int) -> Tensor:
-    """Appends zeros, or False, to ``... x T x c`` up to a number of tokens."""
+    """Pads ``... x T x c`` with zeros, or False, to the given number of tokens."""
     if x.shape[-2] > tokens:
-        raise ValueError(f'got {x.shape[-2]} tokens, but max_tokens allows {tokens}.')
+        raise ValueError(f'The sequences have {x.shape[-2]} tokens, but max_tokens allows at most {tokens}.')
     return F.pad(x, (0, 0, 0, tokens - x.shape[-2]))

@@ -1,4 +1,4 @@
-"""A pre-norm transformer that classifies padded sequences of tokens, with the settings of Long-Range Arena."""
+"""Transformer encoder that classifies padded sequences of tokens, with the settings of Long-Range Arena."""
 
 import inspect
 from collections.abc import Mapping, Sequence
@@ -19,7 +19,7 @@ from .listops import DIGITS, PADDING, VOCABULARY_SIZE
 
 @MODELS.register_module()
 class SequencePreprocessor(BaseDataPreprocessor):
-    """Pads the ``tokens`` of a batch to ``max_length``, and counts the real ones as ``lengths``."""
+    """Preprocessor that pads ``tokens`` to ``max_length``, and adds ``lengths``, the numbers of real tokens."""
 
     def __init__(self, max_length: int) -> None:
         super().__init__()
@@ -28,11 +28,11 @@ class SequencePreprocessor(BaseDataPreprocessor):
     def forward(self, data: Mapping[str, Sequence[Any]], training: bool = False) -> dict[str, Any]:
         lengths = [len(tokens) for tokens in data['tokens']]
         if max(lengths) > self.max_length:
-            raise ValueError(f'a sequence has {max(lengths)} tokens, but max_length={self.max_length}.')
+            raise ValueError(f'A sequence has {max(lengths)} tokens, but max_length={self.max_length} is the maximum.')
         tokens = torch.full((len(lengths), self.max_length), PADDING)
         for row, sequence, length in zip(tokens, data['tokens'], lengths, strict=True):
             row[:length] = torch.as_tensor(sequence)
-        batch = dict(tokens=tokens.to(self.device), lengths=lengths)  # lengths stay on the CPU, which reads them
+        batch = dict(tokens=tokens.to(self.device), lengths=lengths)  # norms read the lengths on the CPU
         if 'gt_label' in data:
             batch['gt_label'] = torch.as_tensor(data['gt_label']).to(self.device)
         return batch
@@ -40,23 +40,25 @@ class SequencePreprocessor(BaseDataPreprocessor):
 
 @MODELS.register_module()
 class SequenceClassifier(BaseModel):
-    """Embeds tokens, puts a class token in front, runs the layers, and classifies the class token.
+    """Pre-norm transformer that classifies sequences by the output of a class token.
+
+    The class token precedes the tokens of the sequence.
 
     Args:
-        attention: Settings of the attention, with type ``'FullAttention'``, ``'BigBirdAttention'`` or
+        attention: Config of the attention, with the type ``'FullAttention'``, ``'BigBirdAttention'`` or
             ``'ReformerAttention'``.
-        norm_cfg: Settings of the norms in the layers. The last norm is LayerNorm.
-        max_length: Largest number of tokens in a sequence, without the class token.
-        vocabulary_size: Number of embeddings, including those of padding and of unknown tokens.
-        num_classes: Number of outputs.
+        norm_cfg: Config of the norms in the encoder layers. The final norm is always LayerNorm.
+        max_length: Maximum number of tokens in a sequence, not counting the class token.
+        vocabulary_size: Number of embeddings, including the ones for padding and for unknown tokens.
+        num_classes: Number of classes.
         width: Number of channels.
-        depth: Number of layers.
-        num_heads: Number of heads of the attention and of DTN, and of groups of GN.
+        depth: Number of encoder layers.
+        num_heads: Number of attention heads. DTN uses the same number of heads, and GN the same number of groups.
         mlp: Number of hidden channels in each MLP and in the classifier.
-        dropout: Dropout rate of the embedding, of the output of the attention, and of both layers of each MLP.
-        pool_size: Number of tokens in a cell of DTN.
-        eps: The eps of all norms. A ``norm_cfg`` with its own takes precedence.
-        masked: False lets the statistics of the norms see the padding.
+        dropout: Dropout rate of the embedding, of the attention output, and of both layers of each MLP.
+        pool_size: Number of tokens that DTN averages into one cell.
+        eps: Constant in the denominator of all norms, unless ``norm_cfg`` sets its own.
+        masked: Whether the norms exclude padding from their statistics.
     """
 
     positions: Tensor
@@ -106,9 +108,14 @@ class SequenceClassifier(BaseModel):
     def forward(
         self, tokens: Tensor, lengths: Lengths, gt_label: Tensor | None = None, mode: str = 'tensor'
     ) -> Tensor | dict[str, Tensor] | list[BaseDataElement]:
-        """Takes ``tokens``, ``B x T`` with T up to ``max_length``, and ``lengths``, how many of them are real.
+        """Classifies a batch of sequences.
 
-        Returns scores ``B x classes``, with ``mode='loss'`` the loss, with ``'predict'`` a result for each sequence.
+        Args:
+            tokens: Token ids, ``B x T`` with T up to ``max_length``.
+            lengths: Number of real tokens in each sequence.
+            gt_label: Class of each sequence, needed for the loss.
+            mode: ``'tensor'`` returns the scores ``B x classes``, ``'loss'`` a dict with the loss, and ``'predict'`` a
+                list with one result per sequence.
         """
         scores = self.classify(tokens, lengths)
         if mode == 'tensor':
@@ -125,8 +132,10 @@ class SequenceClassifier(BaseModel):
 
     def classify(self, tokens: Tensor, lengths: Lengths) -> Tensor:
         if tokens.shape[1] > self.max_length:
-            raise ValueError(f'got sequences of {tokens.shape[1]} tokens, but max_length={self.max_length}.')
-        lengths = torch.as_tensor(lengths).cpu() + 1  # with the class token
+            raise ValueError(
+                f'The sequences have {tokens.shape[1]} tokens, but max_length={self.max_length} is the maximum.'
+            )
+        lengths = torch.as_tensor(lengths).cpu() + 1  # counts the class token
         x = torch.cat((self.class_token.expand(len(tokens), 1, -1), self.embedding(tokens)), 1)
         x = self.dropout(x + self.positions[: x.shape[1]])
         real = (torch.arange(x.shape[1]) < lengths[:, None]).to(x.device, non_blocking=True)
@@ -137,7 +146,7 @@ class SequenceClassifier(BaseModel):
 
 
 class EncoderLayer(nn.Module):
-    """``x + dropout(attention(norm(x)))``, then ``x + mlp(norm(x))``."""
+    """Pre-norm encoder layer with attention and an MLP, each with a residual connection."""
 
     def __init__(
         self, attention: dict[str, Any], norms: Sequence[nn.Module], width: int, mlp: int, dropout: float
@@ -146,8 +155,8 @@ class EncoderLayer(nn.Module):
         for norm in norms:
             if 'lengths' not in inspect.signature(norm.forward).parameters:
                 raise ValueError(
-                    f'{type(norm).__name__} cannot normalise padded sequences, as its forward has no argument lengths. '
-                    "Choose 'DTN', 'LN' or another norm of mmdtn."
+                    f'{type(norm).__name__} cannot normalise padded sequences, because its forward method does not '
+                    "take lengths. Choose 'DTN', 'LN' or another norm of mmdtn."
                 )
         self.norm1, self.norm2 = norms
         self.attention = MODELS.build(attention)
@@ -166,7 +175,7 @@ class EncoderLayer(nn.Module):
 
 
 def sinusoids(places: int, channels: int) -> Tensor:
-    """Returns fixed position embeddings, ``places x channels``, with sines in even and cosines in odd channels."""
+    """Returns sinusoidal position embeddings, ``places x channels``. Even channels are sines, odd channels cosines."""
     frequency = 10_000.0 ** (-torch.arange(0, channels, 2, dtype=torch.float64) / channels)
     angle = torch.arange(places)[:, None] * frequency
     return torch.stack((angle.sin(), angle.cos()), -1).flatten(1)[:, :channels].float()

@@ -1,4 +1,4 @@
-"""ListOps (Nangia and Bowman, 2018) in the long form of Long-Range Arena (LRA): expressions, files and a data set."""
+"""Generates, reads and evaluates ListOps expressions (Nangia and Bowman, 2018) as in Long-Range Arena (LRA)."""
 
 import csv
 import hashlib
@@ -17,7 +17,7 @@ from mmdtn.files import whole_file
 
 
 def median(values: Sequence[int]) -> int:
-    """The median. For an even number of values it is the mean of the middle two, cut to a whole number."""
+    """Returns the median. For an even number of values, the mean of the two middle values is rounded down."""
     ordered = sorted(values)
     return (ordered[(len(ordered) - 1) // 2] + ordered[len(ordered) // 2]) // 2
 
@@ -36,11 +36,11 @@ IDS = {word: number for number, word in enumerate(WORDS, 1)}
 VOCABULARY_SIZE = len(WORDS) + 2
 OPERATOR_SHARE = 0.25
 HEADER = ['Source', 'Target']
-BINARY_PARENTHESES = str.maketrans('()', '  ')  # LRA's files have them around each pair of subtrees
+BINARY_PARENTHESES = str.maketrans('()', '  ')  # LRA's files put each pair of subtrees in parentheses
 
 
 class Limits(NamedTuple):
-    """Limits of expressions. Their lengths lie between ``min_length`` and ``max_length``, both excluded."""
+    """Size limits of expressions. Lengths are greater than ``min_length`` and less than ``max_length``."""
 
     max_depth: int = 10
     max_args: int = 10
@@ -52,7 +52,7 @@ LRA = Limits()
 
 
 def draw(rng: Random, limits: Limits = LRA) -> list[str]:
-    """Draws one expression, of any length, and returns its words."""
+    """Draws one random expression of any length, and returns the list of its words."""
     words: list[str] = []
     _draw(rng, 1, limits.max_depth, limits.max_args, words)
     return words
@@ -60,7 +60,7 @@ def draw(rng: Random, limits: Limits = LRA) -> list[str]:
 
 def _draw(rng: Random, depth: int, max_depth: int, max_args: int, words: list[str]) -> None:
     if depth >= max_depth or rng.random() >= OPERATOR_SHARE:
-        words.append(DIGITS[int(10 * rng.random())])  # several times as fast as rng.choice
+        words.append(DIGITS[int(10 * rng.random())])  # several times faster than rng.choice
         return
     words.append(WORDS[int(len(OPERATORS) * rng.random())])
     for _ in range(2 + int((max_args - 1) * rng.random())):
@@ -69,7 +69,7 @@ def _draw(rng: Random, depth: int, max_depth: int, max_args: int, words: list[st
 
 
 def draw_distinct(rng: Random, limits: Limits = LRA) -> Iterator[list[str]]:
-    """Draws expressions of the wanted lengths without end, and none of them twice."""
+    """Yields random expressions within the limits, endlessly and without duplicates."""
     seen = set()
     while True:
         words = draw(rng, limits)
@@ -95,25 +95,31 @@ def evaluate(words: Iterable[str]) -> int:
             arguments.append([])
         elif word == END:
             if not operators or not arguments[-1]:
-                raise ValueError(f'{END!r} closes no operator with arguments.')
+                raise ValueError(f'{END!r} needs an open operator with at least one argument before it.')
             values = arguments.pop()
             arguments[-1].append(operators.pop()(values))
         elif word in DIGITS:
             arguments[-1].append(int(word))
         else:
-            raise ValueError(f'{word!r} is no word of ListOps, which has {" ".join(WORDS)}.')
+            raise ValueError(f'{word!r} is not a word of ListOps. The words are {" ".join(WORDS)}.')
     if operators or len(arguments[0]) != 1:
-        raise ValueError(f'{len(operators)} operators are open at the end, and {len(arguments[0])} values are outside.')
+        raise ValueError(
+            f'An expression needs exactly one value, and {END!r} for each operator, but {len(operators)} operators are '
+            f'not closed, and {len(arguments[0])} values are outside all operators.'
+        )
     return arguments[0][0]
 
 
 def encode(words: Sequence[str]) -> np.ndarray:
-    """Returns the id of each word."""
+    """Returns the token id of each word."""
     return np.array([IDS.get(word, UNKNOWN) for word in words], dtype=np.uint8)
 
 
 def write_tsv(path: str | Path, expressions: Iterable[Sequence[str]]) -> None:
-    """Writes expressions and their values, without LRA's binary parentheses, to a file that is whole or absent."""
+    """Writes expressions and their values to a TSV file, without the parentheses of LRA's files.
+
+    If writing fails, no partial file remains.
+    """
     with whole_file(path) as file:
         file.write('\t'.join(HEADER).encode() + b'\n')
         for words in expressions:
@@ -121,27 +127,29 @@ def write_tsv(path: str | Path, expressions: Iterable[Sequence[str]]) -> None:
 
 
 def read_tsv(path: str | Path) -> Iterator[tuple[list[str], int]]:
-    """Yields the words and the value of each expression in a file of LRA's generator or of ``make_listops.py``."""
+    """Yields the words and the value of each expression in a TSV file from LRA or from ``make_listops.py``."""
     with open(path, newline='') as file:
         rows = csv.reader(file, delimiter='\t')
         if next(rows, None) != HEADER:
-            raise UserError(f'{path} is no file of ListOps: its first line has to be {" and ".join(HEADER)}.')
+            raise UserError(
+                f'{path} is not a ListOps file. The first line should be {" and ".join(HEADER)}, separated by a tab.'
+            )
         for row in rows:
             try:
                 source, target = row
                 value = int(target)
             except ValueError:
                 raise UserError(
-                    f'{path}, line {rows.line_num}: not an expression and a number, with a tab between.'
+                    f'{path}, line {rows.line_num} should have an expression, a tab and a number.'
                 ) from None
             yield source.translate(BINARY_PARENTHESES).split(), value
 
 
 @DATASETS.register_module()
 class ListOps(BaseDataset):
-    """Expressions of a TSV file, which LRA or ``tools/dataset_converters/make_listops.py`` made.
+    """Dataset of ListOps expressions in a TSV file from LRA or from ``tools/dataset_converters/make_listops.py``.
 
-    A sample has the ids of the words as ``tokens``, and the value as ``gt_label``.
+    Each sample has the token ids of an expression as ``tokens``, and the value of the expression as ``gt_label``.
 
     Example:
         dataset = dict(type='ListOps', data_root='data/listops', ann_file='basic_train.tsv')
@@ -152,7 +160,7 @@ class ListOps(BaseDataset):
     def load_data_list(self) -> list[dict]:
         if not os.path.exists(self.ann_file):
             raise UserError(
-                f'{self.ann_file} does not exist. Make it with `python tools/dataset_converters/make_listops.py '
-                f"{os.path.dirname(self.ann_file) or '.'}`, or put LRA's file there."
+                f'{self.ann_file} does not exist. Generate it with `python tools/dataset_converters/make_listops.py '
+                f'{os.path.dirname(self.ann_file) or "."}`, or copy the file of LRA to this path.'
             )
         return [dict(tokens=encode(words), gt_label=value) for words, value in read_tsv(self.ann_file)]

@@ -1,16 +1,17 @@
-"""The learning rate of Long-Range Arena."""
+"""Learning-rate schedule of Long-Range Arena."""
 
 from typing import Any
 
-from mmengine.optim.scheduler import _ParamScheduler  # the base of all schedulers, which mmengine exports by this name
+from mmengine.optim.scheduler import _ParamScheduler  # mmengine has no public name for this class
 from mmengine.registry import PARAM_SCHEDULERS
 
 
 @PARAM_SCHEDULERS.register_module()
 class WarmupInverseSqrtLR(_ParamScheduler):
-    """After t steps ``lr * min(1, t / warmup) / sqrt(max(t, warmup))``, where ``lr`` is the optimizer's.
+    """Scheduler with a linear warm-up and an inverse square root decay of the learning rate.
 
-    The first step, t = 0, has a learning rate of 0, as in Long-Range Arena.
+    The learning rate after t steps is ``lr * min(1, t / warmup) / sqrt(max(t, warmup))``. ``lr`` is the learning rate
+    of the optimizer. As in Long-Range Arena, the first step has t = 0 and a learning rate of 0.
 
     Example:
         param_scheduler = [dict(type='WarmupInverseSqrtLR', warmup=1000, by_epoch=False)]

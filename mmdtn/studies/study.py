@@ -32,11 +32,11 @@ class Study:
         title: Heading of the study.
         config: Path of the config that all runs train.
         variants: Options that each variant changes in the config, by the variant's name.
-        baseline: Name of the variant that all others are compared with, or a dict with a name for each variant.
+        baseline: Name of the variant that all others are compared with, or a dict with one baseline for each variant.
         metrics: Names of metrics in the logs, by title. The number of seeds is computed for the first one.
         seeds: Seeds of the runs of each variant. Variants in ``few`` use only the first seed.
         few: Names of the variants that are run with one seed.
-        published: Results of a paper for the first metric, by variant.
+        published: Values of the first metric in the paper, by variant.
         evaluations: Further measurements on each trained model, by name.
     """
 
@@ -60,7 +60,7 @@ class Study:
         return 'baseline' if isinstance(self.baseline, dict) else self.baseline
 
     def baseline_of(self, variant: str) -> str | None:
-        """Returns the variant that ``variant`` is compared with, or None."""
+        """Returns the baseline of a variant, or None if the variant is not compared with another one."""
         baseline = self.baseline.get(variant) if isinstance(self.baseline, dict) else self.baseline
         return None if baseline == variant else baseline
 

@@ -158,8 +158,8 @@ def test_a_single_image_for_a_classifier_without_dtn(tmp_path):
     )
     out = tmp_path / 'out'
     page = run(config, save(config, tmp_path / 'plain.pth'), '--images', data / 'val', '--out', out)
-    assert 'of a single image, no spread over images can be told' in page.text
-    assert 'DTN layers of model 1none: its figures are those of its own norms' in page.text
+    assert 'a single image' in page.text
+    assert 'DTN layers of model 1none' in page.text
     assert 'Lambda of each head: None' in page.text
     assert 'P of one query token (Figs. 7, 8): None' in page.text
     assert 'Lambda over training (Fig. 4): No log' in page.text

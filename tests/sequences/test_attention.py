@@ -1,4 +1,4 @@
-"""Long attention against torch's full attention under the mask that defines it."""
+"""Compares the attention modules with torch's full attention under an explicit mask."""
 
 import math
 
@@ -33,7 +33,7 @@ def gradients(y, real, inputs):
 
 
 def published_random_blocks(blocks, seed, draws=3, last=15):
-    """By row, the random blocks of Long-Range Arena's BigBird with blocks of 64 and 2048 tokens, head by head."""
+    """Yields the random blocks of each row for each head, as Long-Range Arena draws them for 2048 tokens."""
     generator = np.random.RandomState(seed)
     for _ in range(HEADS):
         rows = {}
@@ -95,7 +95,7 @@ def test_the_random_blocks_are_among_the_first():
 
 
 def reformer_mask(module, x, real):
-    """Which tokens a token of the same chunk or of the next may attend to, token by token."""
+    """Computes the mask of Reformer for each pair of tokens, without chunked tensors."""
     T = x.shape[1]
     x, real = F.pad(x, (0, 0, 0, 80 - T)), F.pad(real, (0, 80 - T))
     rotated = heads(module.qk(x)) @ module.rotation.double()
@@ -158,7 +158,7 @@ def test_tokens_of_other_chunks_change_nothing():
     for i, j in pairs[:1]:
         values[:, [i, j]] = x[:, [j, i]]
     torch.testing.assert_close(module(values, real)[:, token], module(x, real)[:, token])
-    # Scaling a token keeps its bucket: whatever the unseen tokens hold, this one does not see it.
+    # Scaling the unseen tokens does not change their buckets, so the output of this token should not change.
     values = x.clone()
     values[:, unseen] *= 3
     assert not torch.equal(module(values, real), module(x, real))

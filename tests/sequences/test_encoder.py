@@ -1,4 +1,4 @@
-"""The classifier of sequences: its parameters, what its padding does not do, and its schedule."""
+"""Tests the parameters of the sequence classifier, the effect of padding, and the learning-rate schedule."""
 
 import copy
 from random import Random
@@ -58,7 +58,7 @@ def test_what_is_built():
     assert drops == [0.1] * 7 and model.layers[0].attention.dropout == 0.1
     assert build('bigbird').layers[0].attention.dropout == 0
     seen = [layer.attention.seen for layer in build('bigbird').layers]
-    assert not torch.equal(*seen), 'the layer is the seed'
+    assert not torch.equal(*seen), 'the index of the layer is the seed'
 
 
 def test_positions():

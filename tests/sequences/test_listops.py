@@ -1,4 +1,4 @@
-"""Expressions, their values, and files: ours, and those of Long-Range Arena's generator."""
+"""Tests the generation, the values and the files of ListOps expressions."""
 
 import re
 from collections import Counter
@@ -35,7 +35,7 @@ def expressions(number, limits=SMALL, seed=0):
 
 
 def value_of_text(text):
-    """By Python's own parser: each operator becomes a function of a list."""
+    """Evaluates an expression with Python's parser. Each operator becomes a function of a list."""
     functions = dict(MIN=min, MAX=max, MED=lambda v: int(np.median(v)), SM=lambda v: sum(v) % 10)
     python = re.sub(r'\[(\w+)', r'\1([', text.replace(']', ']),'))
     python = re.sub(r'(\d) ', r'\1, ', python)
@@ -43,7 +43,7 @@ def value_of_text(text):
 
 
 def tree_of(words):
-    """Binary, as Long-Range Arena has it: ((((operator, a), b), c), ']')."""
+    """Returns the binary tree of Long-Range Arena, such as ((((operator, a), b), c), ']')."""
 
     def parse(place):
         if words[place] not in WORDS[:4]:
@@ -86,14 +86,15 @@ def test_what_is_no_expression(text):
 
 
 def exact_lengths():
-    """The probability of each length below 2000, level by level: a sum of arguments has a convolution of lengths."""
-    of_level = np.eye(2000)[1]  # the tenth
+    """Computes the exact probability of each length below 2000, by convolutions over the levels of the tree."""
+    of_level = np.eye(2000)[1]  # level 10
     for _ in range(9):
         sums, of_arguments = [], of_level
         for _ in range(2, 11):
             of_arguments = np.convolve(of_arguments, of_level)[:2000]
             sums.append(of_arguments)
-        of_level = 0.75 * np.eye(2000)[1] + 0.25 * np.roll(np.mean(sums, 0), 2)  # an operator and a bracket
+        # The operator and the bracket add two tokens to the length.
+        of_level = 0.75 * np.eye(2000)[1] + 0.25 * np.roll(np.mean(sums, 0), 2)
     return of_level
 
 
@@ -114,7 +115,7 @@ def test_twenty_thousand_trees_are_as_in_long_range_arena():
 
 
 def test_shape_of_trees():
-    """Operators and numbers of arguments are uniform, and no level is below the tenth."""
+    """Operators and numbers of arguments should be uniformly distributed, and trees have at most 10 levels."""
     rng, operators, arguments, deepest = Random(1), Counter(), Counter(), 0
     for words in (draw(rng) for _ in range(3000)):
         depth, open_ = 1, []
@@ -138,7 +139,7 @@ def test_shape_of_trees():
 
 
 def test_draws_follow_the_seed_and_the_limits():
-    few = Limits(max_depth=2, max_args=2, min_length=3, max_length=5)  # 4 operators and two digits
+    few = Limits(max_depth=2, max_args=2, min_length=3, max_length=5)  # an operator, two digits and a bracket
     every = expressions(400, few)
     assert len({' '.join(words) for words in every}) == 400 and {len(words) for words in every} == {4}
     assert expressions(20, seed=3) == expressions(20, seed=3) != expressions(20, seed=4)
@@ -210,5 +211,5 @@ def test_the_tool_checks_files_that_are_there(tmp_path, capsys):
     train.unlink()
     with pytest.raises(SystemExit, match=r'basic_train\.tsv is missing'):
         main([str(tmp_path)])
-    with pytest.raises(SystemExit, match='no expression fits'):
+    with pytest.raises(SystemExit, match=r'--max-depth and --max-args'):
         main([str(tmp_path / 'c'), '--max-args', '1'])

@@ -1,4 +1,4 @@
-"""Configs of ListOps: what they say, and that they train, resume and are tested by the tools."""
+"""Tests the configs of ListOps, and runs training, resuming and testing with the tools."""
 
 import contextlib
 import copy
@@ -49,7 +49,7 @@ def test_there_is_every_model_with_ln_and_with_dtn():
 def test_the_recipe():
     cfg = read(LISTOPS[0])
     assert cfg.optim_wrapper.optimizer == dict(type='AdamW', lr=0.05, betas=(0.9, 0.98), eps=1e-9, weight_decay=0.1)
-    assert 'paramwise_cfg' not in cfg.optim_wrapper, 'the decay is for all parameters'
+    assert 'paramwise_cfg' not in cfg.optim_wrapper, 'weight decay applies to all parameters'
     assert cfg.param_scheduler == [dict(type='WarmupInverseSqrtLR', warmup=1000, by_epoch=False)]
     assert cfg.train_cfg.max_iters == 5000 and cfg.train_dataloader.batch_size == 32
 
@@ -83,9 +83,9 @@ def train(work_dir, *arguments):
     ids=['transformer', 'bigbird', 'reformer'],
 )
 def test_a_resumed_training_does_what_an_uninterrupted_one_does(tmp_path, data, model):
-    """And tools/test.py measures what the training measured last."""
+    """Also checks that tools/test.py gives the same accuracy as the last validation."""
     steps = {'train_cfg.max_iters': 6, 'train_cfg.val_interval': 3, 'default_hooks.checkpoint.interval': 3} | model
-    # 40 expressions in batches of 4: ten batches, of which the resumed run has to leave out the first three.
+    # 40 expressions are ten batches of 4. The resumed run should skip the first three batches.
     train(tmp_path / 'whole', *options(data, **steps, **{'default_hooks.checkpoint.max_keep_ckpts': 2}))
     (tmp_path / 'stopped').mkdir()
     (tmp_path / 'whole' / 'iter_3.pth').rename(tmp_path / 'stopped' / 'iter_3.pth')
@@ -105,7 +105,7 @@ def test_a_resumed_training_does_what_an_uninterrupted_one_does(tmp_path, data, 
 
 @pytest.mark.exhaustive
 def test_five_hundred_steps_learn(tmp_path):
-    """A minute of one core. One answer for all is right in 12% of the cases."""
+    """Takes a minute on one core. Always predicting the same value has an accuracy of 12%."""
     folder = tmp_path / 'data'
     make_listops.main([str(folder), *OPTIONS, '--train', '20000', '--val', '2000', '--test', '2000'])
     train(tmp_path / 'run', *options(folder, **{'train_dataloader.batch_size': 32, 'model.norm_cfg.type': 'DTN'}))

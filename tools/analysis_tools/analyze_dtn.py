@@ -1,9 +1,9 @@
-"""Shows what the DTN layers of a trained model do: python tools/analysis_tools/analyze_dtn.py CONFIG CHECKPOINT \
+"""Writes a report on the DTN layers of a trained model: python tools/analysis_tools/analyze_dtn.py CONFIG CHECKPOINT \
 --images DIR|ANNOTATIONS|SPLIT --out DIR
 
-Figures as PNG, the numbers behind each as CSV, and report.html, which shows all of it with a word on how to read it.
-The backbone is one of this package, with DTN or LayerNorm, or a ConvertedBackbone: bare, in a classifier or in a
-detector.
+The tool writes each figure as a PNG file and its values as a CSV file. report.html shows all figures and explains how
+to read them. The model is a backbone of this package, with DTN or LayerNorm, or a ConvertedBackbone. The backbone can
+also be part of a classifier or a detector.
 """
 
 import argparse
@@ -25,16 +25,18 @@ def analyze(args: argparse.Namespace) -> Path:
             for subject in subjects:
                 subject.label = f'{subject.label}, {Path(subject.checkpoint).stem}'
         if subjects[0].label == subjects[1].label:
-            raise UserError(f'--against names the same config and checkpoint again: {args.against[1]}.')
+            raise UserError(
+                f'--against has the config and checkpoint of the first model, {args.against[1]}. Choose another model.'
+            )
     images = choose_images(subjects[0], args.images, args.number)
     runs = [observe(subject, images) for subject in subjects]
     report = Report(args.out, 'What DTN does: ' + ' and '.join(subject.label for subject in subjects))
     facts = {f'model {i}': f'{s.config}, {s.checkpoint}' for i, s in enumerate(subjects, 1)}
-    note = '; of a single image, no spread over images can be told' if len(images) == 1 else ''
+    note = '; a single image does not show the spread over images' if len(images) == 1 else ''
     facts['images'] = f'{len(images)} of {args.images}{note}'
     for i, run in enumerate(runs, 1):
         facts[f'DTN layers of model {i}'] = (
-            str(len(run.layers)) if run.layers else 'none: its figures are those of its own norms'
+            str(len(run.layers)) if run.layers else 'none; the figures show the other norms of the model'
         )
     report.facts(facts)
     sections.draw_looks(report, runs)
@@ -54,15 +56,15 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('config')
     parser.add_argument('checkpoint')
-    parser.add_argument('--images', required=True, help='a folder, a COCO annotation file, or train, val or test')
-    parser.add_argument('--out', required=True, help='directory for report.html and all figures')
-    parser.add_argument('--number', type=int, default=8, help='images, spread evenly over all (default: %(default)s)')
-    parser.add_argument('--against', nargs=2, metavar=('CONFIG', 'CHECKPOINT'), help='a second model, side by side')
-    parser.add_argument('--log', help='scalars.json of a training with DTNMonitorHook')
+    parser.add_argument('--images', required=True, help='folder, COCO annotation file, or one of train, val and test')
+    parser.add_argument('--out', required=True, help='output folder for report.html and all figures')
+    parser.add_argument('--number', type=int, default=8, help='number of evenly spaced images (default: %(default)s)')
+    parser.add_argument('--against', nargs=2, metavar=('CONFIG', 'CHECKPOINT'), help='second model to compare with')
+    parser.add_argument('--log', help='scalars.json of a training run with DTNMonitorHook')
     parser.add_argument('--debug', action='store_true', help='show the traceback of every error')
     args = parser.parse_args(arguments)
     if args.number < 1:
-        parser.error(f'--number {args.number}: at least one image')
+        parser.error(f'--number is {args.number}, but should be at least 1')
     return args
 
 

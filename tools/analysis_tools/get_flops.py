@@ -1,7 +1,8 @@
-"""FLOPs and parameters of a config's model: python tools/analysis_tools/get_flops.py CONFIG --shape 224 224
+"""Prints FLOPs and parameters of the model in a config: python tools/analysis_tools/get_flops.py CONFIG --shape 224 224
 
-Counts the whole model, as MMDetection's and MMPretrain's tools do, and for a detector the backbone in a row of its own.
-For a cascade it also shows what an image costs that leaves at each exit. A FLOP is a multiply-add, as in the papers.
+The tool counts the whole model, like the tools of MMDetection and MMPretrain. For a detector, the tool also
+counts the backbone separately. For a cascade, the tool also prints the FLOPs up to each exit. One FLOP is one
+multiply-add, as in the papers.
 """
 
 import argparse
@@ -18,11 +19,11 @@ from mmdtn.errors import UserError, first_line, readable_errors
 from mmdtn.models import build, build_backbone, read_config
 from mmdtn.registry import class_of, package_of
 
-WHOLE = ('mmdet', 'mmpretrain')  # packages whose models take one tensor of images
+WHOLE = ('mmdet', 'mmpretrain')  # packages whose models accept a batch of images as a tensor
 
 
 def counted(cfg: Config) -> nn.Module:
-    """The model, without pretrained weights; of a package that is not in ``WHOLE``, its backbone."""
+    """Builds the model without pretrained weights, or only the backbone for packages that are not in ``WHOLE``."""
     return build(cfg) if is_whole(cfg) else build_backbone(cfg)
 
 
@@ -32,7 +33,7 @@ def is_whole(cfg: Config) -> bool:
 
 
 def count_parts(model: nn.Module, shape: tuple[int, int]) -> dict[str, int]:
-    """FLOPs of the model, under ``''``, and of each part of it."""
+    """Returns the FLOPs of each module by name. The name of the whole model is ``''``."""
     images, more = torch.zeros(1, 3, *shape), ()
     if package_of(type(model)) == 'mmdet':
         from mmdet.structures import DetDataSample
@@ -43,7 +44,7 @@ def count_parts(model: nn.Module, shape: tuple[int, int]) -> dict[str, int]:
 
 
 def count(model: nn.Module, shape: tuple[int, int]) -> tuple[int, int]:
-    """FLOPs and parameters."""
+    """Returns the FLOPs and the number of parameters of a model."""
     return count_parts(model, shape)[''], _parameters(model)
 
 
@@ -55,13 +56,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument('config')
     parser.add_argument(
-        '--shape', type=int, nargs='+', default=[224, 224], help='height and width, or the side of a square'
+        '--shape', type=int, nargs='+', default=[224, 224], help='height and width of the image, or one number for both'
     )
-    parser.add_argument('--cfg-options', nargs='+', action=DictAction, help='settings to change, as in a.b=1 c=[2,3]')
+    parser.add_argument(
+        '--cfg-options', nargs='+', action=DictAction, help='settings of the config to change, such as a.b=1 c=[2,3]'
+    )
     parser.add_argument('--debug', action='store_true', help='show the traceback of every error')
     args = parser.parse_args()
     if len(args.shape) > 2 or min(args.shape) < 1:
-        parser.error(f'--shape {" ".join(map(str, args.shape))}: one or two sides in pixels')
+        parser.error(
+            f'--shape is {" ".join(map(str, args.shape))}, but should be one or two positive numbers of pixels'
+        )
     with readable_errors(args.debug):
         show(args.config, args.shape[0], args.shape[-1], args.cfg_options)
 
@@ -71,10 +76,10 @@ def show(config: str, height: int, width: int, changes: dict[str, Any] | None = 
     model = counted(cfg)
     try:
         flops = count_parts(model, (height, width))
-    except RuntimeError as error:  # of a model that selects more boxes than a small image has, say
+    except RuntimeError as error:  # for example, if a detector selects more boxes than a small image has
         raise UserError(
-            f'{config} cannot be run on an image of {height} x {width}: {first_line(error)}. Give a larger --shape, as '
-            '--shape 800 1344.'
+            f'The model of {config} cannot run on an image of {height} x {width}: {first_line(error)}. Choose a larger '
+            '--shape, such as --shape 800 1344.'
         ) from error
     what = config if is_whole(cfg) else f'the backbone of {config}'
     print(f'{what}: {flops[""] / 1e9:.3f} GFLOPs at {height} x {width}, {_parameters(model) / 1e6:.2f}M parameters')
