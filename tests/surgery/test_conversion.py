@@ -131,7 +131,7 @@ def test_every_layernorm_is_in_the_report_once_and_every_new_parameter_gets_a_gr
     report = convert_norms(model, size)
     assert {*report.converted} | {*report.kept} == norms and not {*report.converted} & {*report.kept}
     assert all(
-        report.details().count(f'\n  {n}: ') + report.details().count(f'\n  {n} stays, as it ') == 1 for n in norms
+        report.details().count(f'\n  {n}: ') + report.details().count(f'\n  {n} is not converted') == 1 for n in norms
     )
     for layer in (m for m in model.modules() if isinstance(m, DTN)):
         start = torch.tensor(local_start(layer.num_heads))
@@ -286,7 +286,7 @@ def test_what_stays_and_why():
     assert all(words in report.kept[name] for name, words in expected.items())
     assert report.others == {'rms': 'RMSNorm', 'batch': 'BatchNorm2d', '': 'F.layer_norm, called by the module itself'}
     assert 'the one at' in convert_norms(Ways(shuffle=True), (64, 96)).kept['block.norm1']
-    assert convert_norms(Ways(), (32, 64)).kept['block.norm1'] == 'has a grid of 4 x 8 tokens: less than 7 a side'
+    assert 'has a grid of 4 x 8 tokens: at least 7' in convert_norms(Ways(), (32, 64)).kept['block.norm1']
 
 
 def test_a_norm_with_two_names_is_replaced_under_both():
@@ -301,9 +301,9 @@ def test_include_and_exclude():
     report = convert_norms(vit(), (64, 64), include=[r'^norm$', r'blocks\.0'], exclude=r'norm2$')
     assert {*report.converted} == {'blocks.0.norm1', 'norm'}
     assert report.kept['blocks.0.norm2'] == 'is excluded' and report.kept['blocks.1.norm1'] == 'is not included'
-    with pytest.raises(ValueError, match=r"'ln_1' is in the name of no LayerNorm; their names are like \['blocks"):
+    with pytest.raises(ValueError, match=r"'ln_1' .*LayerNorm.*\['blocks"):
         convert_norms(vit(), (64, 64), include='ln_1')
-    with pytest.raises(ValueError, match=r"'\(' is none: .*position 0"):
+    with pytest.raises(ValueError, match=r"'\(' .*position 0"):
         convert_norms(vit(), (64, 64), include='(')
 
 
@@ -416,7 +416,7 @@ def test_an_exported_model_keeps_its_open_sizes():
 def test_other_sizes_of_a_model_that_takes_one():
     model = vit(dynamic_img_size=False).eval()
     report = convert_norms(model, (64, 64))
-    assert report.sizes == [(64, 64)] and 'it takes no other size' in str(report) and len(report.converted) == 4
+    assert report.sizes == [(64, 64)] and 'only size' in str(report) and len(report.converted) == 4
     with pytest.raises(ValueError, match=r'72 x 64.*64 x 64'):
         model(images((72, 64)))
     assert model(images((64, 64))).isfinite().all()
@@ -528,11 +528,12 @@ class Hybrid(nn.Module):
 def test_the_summary_has_five_lines_and_a_dict_has_everything():
     report = convert_norms(Ways(), (64, 96))
     summary = str(report).splitlines()
-    assert len(summary) == 5 and '2 of 7 LayerNorm converted; seen at 64 x 96' in summary[0]
+    assert len(summary) == 5 and '2 of 7 LayerNorm' in summary[0] and '64 x 96' in summary[0]
     hybrid = Hybrid()
     report_in_part = convert_norms(hybrid, (64, 64))
     assert {*report_in_part.converted} == {'right.norm1', 'right.norm2'}
-    assert 'in part: 2 of 4 LayerNorm, and 2 of residual blocks stay' in str(report_in_part).splitlines()[0]
+    headline = str(report_in_part).splitlines()[0]
+    assert '2 of 4 LayerNorm' in headline and '2 in residual blocks not converted' in headline
     everything = json.loads(json.dumps(report.to_dict()))
     assert everything['kept'] == report.kept and everything['converted'].keys() == report.converted.keys()
     assert everything['converted']['block.norm1']['grid'] == [8, 12]

@@ -110,7 +110,7 @@ def grids(report: ConversionReport) -> str:
 def reasons(report: ConversionReport) -> str:
     """Counts the norms that are not converted, grouped by reason."""
     short = {
-        'in no residual block': 'no block',
+        'not in a residual block': 'no block',
         'windows, or another grouping': 'windows in the batch',
         'follow no grid': 'no grid',
         'no tokens on a grid': 'no grid',
