@@ -276,11 +276,11 @@ def test_what_stays_and_why():
     torch.testing.assert_close(model.eval()(images((64, 96))), training)  # where torch's block asks its norms for eps
     assert {*report.converted} == {'block.norm1', 'block.norm2'}
     expected = dict(
-        windows='windows, or another grouping, in the place of the batch: 8 x 24 x 16 for 2 images',
+        windows='in the batch dimension: 8 x 24 x 16 for 2 images',
         twice='several shapes in one run',
         never='is not called',
-        odd='does not normalise channels as LayerNorm does: it is given 2 x 96 x 16',
-        final='no tokens on a grid: it is given 2 x 16',
+        odd='does not compute LayerNorm over the channels: its input is 2 x 96 x 16',
+        final='no tokens on a grid: its input is 2 x 16',
     )
     assert report.kept.keys() == expected.keys()
     assert all(words in report.kept[name] for name, words in expected.items())
@@ -506,7 +506,7 @@ def test_models_that_cannot_be_converted_say_why():
         convert_norms(empty, (64, 64))
     report = convert_norms(vit(patch_drop_rate=0.5), (64, 64))
     assert report.converted == {}
-    assert '2 x 33 x 24, and not 2 x 65 x 24' in report.kept['blocks.0.norm1']
+    assert '2 x 33 x 24, not 2 x 65 x 24' in report.kept['blocks.0.norm1']
 
 
 class Hybrid(nn.Module):

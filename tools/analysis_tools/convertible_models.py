@@ -111,8 +111,8 @@ def reasons(report: ConversionReport) -> str:
     """Counts the norms that are not converted, grouped by reason."""
     short = {
         'not in a residual block': 'no block',
-        'windows, or another grouping': 'windows in the batch',
-        'follow no grid': 'no grid',
+        'in the batch dimension': 'windows in the batch',
+        'match no grid': 'no grid',
         'no tokens on a grid': 'no grid',
         'in another order': 'another order',
         'cannot be proved': 'not proved',
@@ -120,7 +120,7 @@ def reasons(report: ConversionReport) -> str:
         'not called': 'not called',
         'several shapes': 'several shapes',
         'in training': 'dropped in training',
-        'does not normalise': 'no LayerNorm',
+        'does not compute LayerNorm': 'no LayerNorm',
     }
     found: Counter[str] = Counter()
     for why, number in report.reasons().items():
