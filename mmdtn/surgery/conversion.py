@@ -21,7 +21,7 @@ from .layouts import Layout, Size, by
 
 FEWEST_TOKENS = 7  # per side; on a smaller grid a neighbourhood covers most of the image
 POOL_SIZES = (1, 2, 4, 8)
-CELLS = 14  # pooled cells per side, as the paper has in every stage for images of 224 pixels
+CELLS = 14  # number of pooled cells per side in every stage of the paper's models at 224 pixels
 SUMMARY = 5  # maximum number of lines
 BY_REQUEST = EXCLUDED, NOT_INCLUDED = 'is excluded', 'is not included'
 Patterns = str | Sequence[str] | None
@@ -109,9 +109,10 @@ def convert_norms(
 ) -> ConversionReport:
     """Replaces LayerNorm by DTN in the residual blocks of ``model``, in place, and reports the outcome for each norm.
 
-    The function runs the model on images of three sizes to find the token grid of each norm. Then it runs the model on
-    mixtures of images to prove that the tokens are in row-by-row order. A norm without this proof is not converted.
-    The conversion renames no key of the state dict. DTN adds ``mean_mix``, ``var_mix`` and ``position`` to each norm.
+    The function runs the model on images of three sizes to find the token grid of each norm. The function then runs the
+    model on mixtures of images to prove that the tokens are in row-by-row order. A norm without this proof is not
+    converted. The conversion renames no key of the state dict. DTN adds ``mean_mix``, ``var_mix`` and ``position`` to
+    each norm.
 
     Args:
         model: Model that takes a batch of images as its first argument, unless ``call`` is given.
@@ -176,8 +177,8 @@ def convert_norms(
 def converted_backbone(backbone: dict[str, Any], **options: Any) -> nn.Module:
     """Builds ``backbone`` and converts its norms by :func:`convert_norms` with ``options``.
 
-    This function lets a config use a converted backbone. It returns the model without a wrapper, so checkpoints of the
-    model with LayerNorm load unchanged, also through the ``init_cfg`` of the inner backbone.
+    This function lets a config use a converted backbone. It returns the model without a wrapper. Checkpoints
+    of the model with LayerNorm therefore load unchanged, also through the ``init_cfg`` of the inner backbone.
 
     Example:
         backbone=dict(type='ConvertedBackbone', backbone=dict(type='mmdet.SwinTransformer', embed_dims=96))
@@ -252,7 +253,7 @@ def _like(old: Any, norm_cfg: dict[str, Any], place: Place, warm_start: float | 
         for name, start in (('weight', 1), ('bias', 0)):
             source, target = getattr(old, name), getattr(new, name, None)
             if target is None or target.shape != old.normalized_shape or not (target == start).all():
-                continue  # the parameter of this name does not mean what it means in LayerNorm
+                continue  # the new norm uses this name for another kind of parameter
             if source is None:
                 target.requires_grad_(False)
             else:

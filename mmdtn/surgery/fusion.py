@@ -58,7 +58,7 @@ def fuse(model: nn.Module) -> tuple[Any, list[FusedNorm]]:
 def norms_of(backbone: Backbone) -> list[tuple[str, nn.Module]]:
     """Returns the norms of the backbone that are not inside another norm, with their names.
 
-    The batch norms inside timm's layers come first.
+    The list starts with the batch norms inside timm's layers.
     """
 
     def search(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:

@@ -20,8 +20,8 @@ from mmdtn.norms.base import TORCHS_BATCH_AND_INSTANCE_NORMS
 from .layouts import Layout, Size, fitting_layouts
 from .order import Claim, Residual, Values, call_with, judge, residual, tensors
 
-BATCH = 2  # reveals windows, which models put into the batch dimension
-CHECKPOINTING = ('with_cp', 'grad_checkpointing', 'gradient_checkpointing')  # attribute in MM, timm and Hugging Face
+BATCH = 2  # number of images; windows in the batch dimension give a larger number
+CHECKPOINTING = ('with_cp', 'grad_checkpointing', 'gradient_checkpointing')  # names in MM, timm and Hugging Face
 
 Call = Callable[[Any, Tensor], Any]  # calls a model with a batch of images
 Shapes = dict[str, list[tuple[int, ...]]]  # input shape of each call, by the name of the norm
@@ -197,7 +197,7 @@ def _of_other_sizes(watched: '_Watch', images: Callable[[Size], Tensor], size: S
     ):
         try:
             return {another: watched.run(images(another)) for another in pair}
-        except Exception:  # models raise errors of every class for sizes that they do not take
+        except Exception:  # models raise many kinds of errors for sizes that they do not support
             continue
     return {}
 
@@ -325,7 +325,7 @@ def _callers(name: str, modules: dict[str, nn.Module]) -> list[str]:
 def _form(norm: Any, x: Tensor, y: Tensor) -> str:
     """Returns the form of the tokens that a module normalises like LayerNorm, or '' if it computes something else.
 
-    The output of the module shows this, while the name of its class does not.
+    The function compares the output with LayerNorm, because the name of a class does not tell what it computes.
     """
     if not isinstance(y, Tensor) or y.shape != x.shape or len(norm.normalized_shape) != 1:
         return ''

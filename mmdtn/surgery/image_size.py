@@ -20,7 +20,7 @@ class ImageSize:
     each thread needs its own compiled model.
 
     Activation checkpointing computes blocks again in the backward pass, when the model may have seen other images.
-    Therefore all sizes since the last backward pass are stored. The number of tokens selects the right one.
+    Therefore all sizes since the last backward pass are stored. The number of tokens selects the right size.
     """
 
     def __init__(self, only: Size | None) -> None:
@@ -42,7 +42,7 @@ class ImageSize:
             )
         self.now[_thread()] = now
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            if self.computing_again:  # set in the previous backward pass, which is over
+            if self.computing_again:  # the backward pass that set this flag is over
                 self.pending.clear()
                 self.computing_again = False
             self.pending.add(now)

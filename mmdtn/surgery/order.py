@@ -4,8 +4,9 @@ The model runs on two images and on mixtures of them. The rows and the columns o
 belongs to one bit of these numbers. A mixture takes the patches whose bit is set from the second image, and all others
 from the first image. Together, the mixtures show bit by bit which patch each token comes from.
 
-The numbers are in Gray code, in which neighbouring numbers differ in one bit. So a token that lies between two patches
-is unclear in that bit only. Residual blocks return their inputs during the proof, because attention would mix tokens.
+Patch numbers are in Gray code, in which neighbouring numbers differ in one bit. So a token that lies between two
+patches is unclear in that bit only. Residual blocks return their inputs during the proof, because attention would mix
+tokens.
 """
 
 from collections import defaultdict
@@ -44,7 +45,7 @@ class Residual(NamedTuple):
     shared: dict[str, int]  # for norms that read the tokens of an input or add to them, the index of the input
 
     def hand_on(self, inputs: list[Tensor]) -> Any:
-        """Returns the output of the block as an identity."""
+        """Returns the output that the block would have as an identity function."""
         tensors_ = iter(inputs[source] for source in self.sources)
         return tree_unflatten([next(tensors_) if leaf is Tensor else leaf for leaf in self.leaves], self.structure)
 
@@ -92,7 +93,7 @@ class Response(NamedTuple):
 
 
 def residual(module: nn.Module, args: tuple, kwargs: dict, norms: dict[str, tuple[Any, str]]) -> Residual | None:
-    """Returns the description of a module if it is a residual block, and None otherwise.
+    """Describes a module as a residual block, or returns None if the module is not one.
 
     A residual block returns its input if its parameters have suitable values. ``norms`` has the norms inside the module
     and the forms of their inputs.
@@ -332,7 +333,7 @@ def _verdict_of_call(layout: Layout, response: Response, bits: list[Bit], size: 
     for bit, towards_second in zip(bits, shown, strict=True):
         stride = (layout.rows, layout.columns)[bit.axis].stride
         if (number := bit.number - _power(stride)) < 0:
-            continue  # this bit has both values inside one patch
+            continue  # pixels of one patch differ in this bit
         patches = torch.arange(-1, grid[bit.axis] + 1, device=bad.device).clamp(0, (size[bit.axis] - 1) // stride)
         is_set = _bit(patches, number).unsqueeze(1 - bit.axis)
         own = is_set.narrow(bit.axis, 1, grid[bit.axis])
@@ -372,7 +373,7 @@ def _power(stride: int) -> int:
 def _nearsighted(model: nn.Module, seed: int) -> Values:
     """Returns random weights with which each token depends mostly on its own patch.
 
-    The order of the tokens depends on the code of the model and not on the weights, so the proof can choose them.
+    The order of the tokens depends on the code of the model and not on the weights, so the proof may use any weights.
     Convolution kernels have large centres. Norms and linear layers have small gains, because branches contain more of
     them than shortcuts do.
     """
@@ -420,7 +421,7 @@ def _identities(model: nn.Module, blocks: dict[str, Residual], places: set[str])
     for name, block in blocks.items():
         module: Any = model.get_submodule(name)
         inside = any(place.startswith(f'{name}.') for place in places)
-        computes = inside or any(leaf not in (None, Tensor) for leaf in block.leaves)  # the block may return a size
+        computes = inside or any(leaf not in (None, Tensor) for leaf in block.leaves)  # such as a size
         before.append((module, vars(module).get('forward')))
         module.forward = partial(hand_on, block, module.forward if computes else None)
     try:

@@ -1,9 +1,9 @@
 """Prints how `mmdtn.convert_norms` converts models of timm, MMDetection and MMPretrain.
 
-The models have random weights. A difference is the largest difference between the outputs of the original model and of
-the converted model with both lambdas at 1, relative to the largest output. The tool measures the difference at the
-example size and at a size that the conversion has not used. The change is the relative change of all outputs with both
-lambdas at 0.999. Without arguments, the tool converts all models listed in docs/convert.md, which takes minutes.
+The models have random weights. With both lambdas at 1, the tool measures the largest difference between the outputs of
+the original and the converted model, relative to the largest output. The tool measures this difference at the example
+size and at a size that the conversion has not used. The change is the relative change of all outputs with both lambdas
+at 0.999. Without arguments, the tool converts all models listed in docs/convert.md, which takes minutes.
 
 Example:
     python tools/analysis_tools/convertible_models.py
@@ -67,7 +67,7 @@ def build(name: str) -> tuple[nn.Module, tuple[int, int]]:
 
 
 def difference(model: nn.Module, converted: nn.Module, size: tuple[int, int], of_all: bool = False) -> float:
-    """Returns the largest relative difference of the outputs. With ``of_all``, compares the norms of whole outputs."""
+    """Returns the largest relative difference of the outputs. ``of_all`` compares the L2 norms of whole outputs."""
     images = torch.randn(2, 3, *size, generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         outputs, new = ([v for v in tree_leaves(m(images)) if isinstance(v, Tensor)] for m in (model, converted))
@@ -140,7 +140,7 @@ def row(name: str, report: ConversionReport, numbers: list[float]) -> str:
 
 
 def print_table(models: list[str], size: tuple[int, int] | None, with_reports: bool) -> None:
-    print('| model | converted | tokens | stay | difference | at another size | change at 0.999 |')
+    print('| model | converted | tokens | not converted | difference | at another size | change at 0.999 |')
     print('|---|---|---|---|---|---|---|')
     for name in models:
         model, own_size = build(name)
