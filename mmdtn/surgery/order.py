@@ -353,9 +353,9 @@ def _verdict_of_call(layout: Layout, response: Response, bits: list[Bit], size: 
     row, column = divmod(int((shows if shows.any() else bad).flatten().long().argmax()), grid[1])
     if not shows.any() or clear.float().mean() < MOST:
         why = 'changes with several parts of' if response.of_both[row, column] else 'does not change with'
-        return Verdict(f'{UNPROVED}: of {by(grid)}, the token at {(row, column)} {why} the image', clear=False)
+        return Verdict(f'{UNPROVED}: of {by(grid)} tokens, the one at {(row, column)} {why} the image', clear=False)
     source = tuple(_from_gray(int(numbers[row, column])) for numbers in code)
-    return Verdict(f'{MISPLACED}: of {by(grid)}, the token at {(row, column)} comes from the patch at {source}')
+    return Verdict(f'{MISPLACED}: of {by(grid)} tokens, the one at {(row, column)} comes from the patch at {source}')
 
 
 def _from_gray(code: int) -> int:
@@ -421,7 +421,8 @@ def _identities(model: nn.Module, blocks: dict[str, Residual], places: set[str])
     for name, block in blocks.items():
         module: Any = model.get_submodule(name)
         inside = any(place.startswith(f'{name}.') for place in places)
-        computes = inside or any(leaf not in (None, Tensor) for leaf in block.leaves)  # such as a size
+        # Values that are not tensors, such as a size, depend on the current input, so the block computes them.
+        computes = inside or any(leaf not in (None, Tensor) for leaf in block.leaves)
         before.append((module, vars(module).get('forward')))
         module.forward = partial(hand_on, block, module.forward if computes else None)
     try:

@@ -285,7 +285,7 @@ def test_what_stays_and_why():
     assert report.kept.keys() == expected.keys()
     assert all(words in report.kept[name] for name, words in expected.items())
     assert report.others == {'rms': 'RMSNorm', 'batch': 'BatchNorm2d', '': 'F.layer_norm, called by the module itself'}
-    assert 'of 8 x 12, the token at' in convert_norms(Ways(shuffle=True), (64, 96)).kept['block.norm1']
+    assert 'of 8 x 12 tokens, the one at' in convert_norms(Ways(shuffle=True), (64, 96)).kept['block.norm1']
     assert 'has a grid of 4 x 8 tokens: at least 7' in convert_norms(Ways(), (32, 64)).kept['block.norm1']
 
 
@@ -460,7 +460,7 @@ def test_sizes_of_a_model_that_changed():
     model, size, _ = make('vit')
     convert_norms(model, size)
     model.patch_embed.proj.stride = 4
-    with pytest.raises(ValueError, match=r'8 x 8 .*64 x 64 .*226'):
+    with pytest.raises(ValueError, match=r'8 x 8 .*64 x 64.*226'):
         model(images(size))
 
 
