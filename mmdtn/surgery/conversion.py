@@ -1,4 +1,4 @@
-"""DTN, or a sibling, in the place of LayerNorm in a model that was not written for it."""
+"""Replaces LayerNorm by DTN, or by another normaliser, in a model that was not written for DTN."""
 
 import inspect
 import re
@@ -19,17 +19,17 @@ from .grids import Call, Found, layer_norms, survey
 from .image_size import ImageSize, Placed, channels_first_again
 from .layouts import Layout, Size, by
 
-FEWEST_TOKENS = 7  # a side: neighbourhoods of fewer are most of the image
+FEWEST_TOKENS = 7  # per side; on a smaller grid a neighbourhood covers most of the image
 POOL_SIZES = (1, 2, 4, 8)
-CELLS = 14  # a side, which the paper's pool sizes make of every stage at 224 pixels
-SUMMARY = 5  # lines
+CELLS = 14  # number of pooled cells per side in every stage of the paper's models at 224 pixels
+SUMMARY = 5  # maximum number of lines
 BY_REQUEST = EXCLUDED, NOT_INCLUDED = 'is excluded', 'is not included'
 Patterns = str | Sequence[str] | None
 
 
 @dataclass
 class Converted:
-    """A new norm, and where the tokens lie that it is given: for the example's size, and for any."""
+    """A converted norm, the token grid for the example size, and the layout that gives the grid for any size."""
 
     norm: str
     grid: Size
@@ -37,63 +37,62 @@ class Converted:
 
     def __str__(self) -> str:
         prefix = self.layout.prefix
-        behind = f', behind {prefix} other token{"s"[: prefix - 1]}' if prefix else ''
-        return f'{self.norm}, {by(self.grid)} tokens as {self.layout.form}{behind}'
+        after = f', after {prefix} other token{"s"[: prefix - 1]}' if prefix else ''
+        return f'{self.norm}, {by(self.grid)} tokens as {self.layout.form}{after}'
 
 
 @dataclass
 class ConversionReport:
-    """What became of each LayerNorm of a model, and which other normalisation it has.
+    """Lists the converted norms of a model, the norms that were not converted, and other normalisation layers.
 
-    ``print(report)`` shows a summary, ``print(report.details())`` a line for each norm.
+    ``print(report)`` shows a summary. ``print(report.details())`` shows one line for each norm.
     """
 
     model: str
     sizes: list[Size]
     converted: dict[str, Converted] = field(default_factory=dict)  # by name
-    kept: dict[str, str] = field(default_factory=dict)  # why
-    others: dict[str, str] = field(default_factory=dict)  # what: no LayerNorm
-    left_in_blocks: int = 0  # norms of residual blocks that were to be converted and could not be
+    kept: dict[str, str] = field(default_factory=dict)  # reasons by the name of the norm
+    others: dict[str, str] = field(default_factory=dict)  # normalisation that is not LayerNorm, by name
+    left_in_blocks: int = 0  # number of norms in residual blocks that could not be converted
 
     def __str__(self) -> str:
         grids = Counter(by(norm.grid) for norm in self.converted.values())
         lines = [self._headline()]
         if grids:
             lines.append('  converted: ' + ', '.join(f'{number} on {grid} tokens' for grid, number in grids.items()))
-        lines += [f'  {number} not converted: each {why}' for why, number in self.reasons().most_common()]
+        lines += [f'  {number} not converted, because each {why}' for why, number in self.reasons().most_common()]
         if self.others:
             kinds = Counter(self.others.values()).most_common()
-            lines.append('  no LayerNorm: ' + ', '.join(f'{number} {what}' for what, number in kinds))
+            lines.append('  other normalisation: ' + ', '.join(f'{number} {what}' for what, number in kinds))
         if len(lines) > SUMMARY:
             lines[SUMMARY - 1 :] = [
-                f'  and {len(lines) - SUMMARY + 1} lines more; print(report.details()) shows all norms'
+                f'  and {len(lines) - SUMMARY + 1} more lines; print(report.details()) shows all norms'
             ]
         return '\n'.join(lines)
 
     def reasons(self) -> Counter[str]:
-        """How many norms were left alone for each kind of reason."""
+        """Counts the norms that were not converted for each kind of reason."""
         return Counter(why.partition(':')[0] for why in self.kept.values())
 
     def details(self) -> str:
-        """The summary's first line, and a line for each norm."""
+        """Returns the first line of the summary, followed by one line for each norm."""
         lines = [self._headline()]
         lines += [f'  {name}: {norm}' for name, norm in self.converted.items()]
-        lines += [f'  {name} stays, as it {why}' for name, why in self.kept.items()]
-        lines += [f'  {name} is no LayerNorm: {what}' for name, what in self.others.items()]
+        lines += [f'  {name} is not converted, because it {why}' for name, why in self.kept.items()]
+        lines += [f'  {name} is not a LayerNorm: {what}' for name, what in self.others.items()]
         return '\n'.join(lines)
 
     def to_dict(self) -> dict[str, Any]:
-        """All of it in types that JSON has."""
+        """Returns the whole report as a dict that can be written as JSON."""
         return asdict(self)
 
     def _headline(self) -> str:
         taken = ', '.join(map(by, self.sizes))
-        alone = '; it takes no other size' if len(self.sizes) == 1 else ''
-        number = f'{len(self.converted)} of {len(self.converted) + len(self.kept)} LayerNorm'
-        what = f'{number} converted'
+        alone = ', the only size that the model takes' if len(self.sizes) == 1 else ''
+        what = f'{len(self.converted)} of {len(self.converted) + len(self.kept)} LayerNorm layers converted'
         if self.converted and self.left_in_blocks:
-            what = f'converted in part: {number}, and {self.left_in_blocks} of residual blocks stay'
-        return f'{self.model}: {what}; seen at {taken}{alone}'
+            what = f'{what}, {self.left_in_blocks} in residual blocks not converted'
+        return f'{self.model}: {what}; tried with images of {taken}{alone}'
 
 
 def convert_norms(
@@ -108,26 +107,31 @@ def convert_norms(
     exclude: Patterns = None,
     call: Call | None = None,
 ) -> ConversionReport:
-    """Replaces LayerNorm by DTN in the residual blocks of ``model``, in place, and reports what became of each norm.
+    """Replaces LayerNorm by DTN in the residual blocks of ``model``, in place, and reports the outcome for each norm.
 
-    Runs the model at three sizes to find the grid of each norm's input, and on mixtures of images to prove that the
-    tokens lie row by row. A norm without such a proof stays LayerNorm. The keys of the state dict stay; DTN adds
-    ``mean_mix``, ``var_mix`` and ``position`` to each norm.
+    The function runs the model on images of three sizes to find the token grid of each norm. The function then runs the
+    model on mixtures of images to prove that the tokens are in row-by-row order. A norm without this proof is not
+    converted. The conversion renames no key of the state dict. DTN adds ``mean_mix``, ``var_mix`` and ``position`` to
+    each norm.
 
     Args:
-        model: Takes a batch of images as its first argument, unless ``call`` is given.
-        example_size: ``(height, width)`` of images with three channels, or ``(channels, height, width)``.
-        norm_cfg: The new norm: DTN, or a sibling such as ``dict(type='IN')`` in DTN's places. ``eps`` stays the old
-            norm's unless it is in here. Weights and biases stay where they mean the same in the new norm.
-        warm_start: Both lambdas of every DTN. At 1 the model computes what it did. None leaves DTN's own start, 1/2.
-        num_heads: DTN's heads, and groups of siblings; ``'auto'``: as many as the block's attention has, if that
-            divides the channels, else 1.
-        pool_size: ``'auto'``: that of 1, 2, 4, 8 with which the example's grid comes closest to 14 cells a side.
-        include: Regular expressions to search the names of norms for: then these are converted, wherever they are.
-            None: those of residual blocks, on grids of at least 7 tokens a side.
-        exclude: Regular expressions of names that stay.
-        call: Calls the model with a batch of images, for models that need another argument or a dict. The default is
-            ``lambda model, images: model(images)``.
+        model: Model that takes a batch of images as its first argument, unless ``call`` is given.
+        example_size: Image size as ``(height, width)`` for three channels, or as ``(channels, height, width)``.
+        norm_cfg: Config of the new norm, which is DTN or another normaliser such as ``dict(type='IN')``. The new norm
+            takes ``eps`` from the old norm unless the config sets it. It takes the weight and the bias from the old
+            norm where they have the same meaning.
+        warm_start: Initial value of both lambdas of every DTN. With 1, the outputs of the model do not change. With
+            None, the lambdas keep DTN's own initial value of 1/2.
+        num_heads: Number of heads of DTN, or of groups of another normaliser. ``'auto'`` takes the number of heads of
+            the attention in the block if it divides the number of channels, and 1 otherwise.
+        pool_size: Pool size of DTN. ``'auto'`` takes the one of 1, 2, 4 and 8 that pools the grid for the example size
+            to a number of cells per side closest to 14.
+        include: Regular expressions, which are searched in the names of norms. Norms with a match are converted, even
+            outside residual blocks and on small grids. None converts the norms in residual blocks that have at least
+            7 tokens per side.
+        exclude: Regular expressions, which are searched in the names of norms. Norms with a match are not converted.
+        call: Function that calls the model with a batch of images, for models that take a dict or further arguments.
+            The default is ``lambda model, images: model(images)``.
 
     Example:
         >>> model = timm.create_model('pvt_v2_b0')
@@ -171,10 +175,10 @@ def convert_norms(
 
 @MODELS.register_module(name='ConvertedBackbone')
 def converted_backbone(backbone: dict[str, Any], **options: Any) -> nn.Module:
-    """For configs: the model that ``backbone`` builds, behind :func:`convert_norms` with ``options``.
+    """Builds ``backbone`` and converts its norms by :func:`convert_norms` with ``options``.
 
-    It is the model itself, not a wrapper, so checkpoints of it with LayerNorm load as they are, also by its own
-    ``init_cfg``.
+    This function lets a config use a converted backbone. It returns the model without a wrapper. Checkpoints
+    of the model with LayerNorm therefore load unchanged, also through the ``init_cfg`` of the inner backbone.
 
     Example:
         backbone=dict(type='ConvertedBackbone', backbone=dict(type='mmdet.SwinTransformer', embed_dims=96))
@@ -182,7 +186,7 @@ def converted_backbone(backbone: dict[str, Any], **options: Any) -> nn.Module:
     model = MODELS.build(backbone)
     report = convert_norms(model, **options)
     if not report.converted:
-        raise ValueError(f'ConvertedBackbone found no norm to convert. {report}')
+        raise ValueError(f'ConvertedBackbone found no norm that it can convert. {report}')
     print_log(str(report), 'current')
     return model
 
@@ -197,11 +201,11 @@ def _check_patterns(patterns: list[str], names: list[str]) -> None:
             found = any(re.search(pattern, name) for name in names)
         except re.error as error:
             raise ValueError(
-                f'include and exclude take regular expressions, and {pattern!r} is none: {error}. For the character '
-                r'itself write a backslash in front of it, as in r"\(".'
+                f'include and exclude take regular expressions, but {pattern!r} is not one: {error}. To match a '
+                r'special character itself, put a backslash in front of it, as in r"\(".'
             ) from None
         if not found:
-            raise ValueError(f'{pattern!r} is in the name of no LayerNorm; their names are like {names[:3]}.')
+            raise ValueError(f'{pattern!r} does not match the name of any LayerNorm. The first names are {names[:3]}.')
 
 
 def _why_not(f: Found, including: list[str] | None, excluding: list[str] | None) -> str:
@@ -213,9 +217,9 @@ def _why_not(f: Found, including: list[str] | None, excluding: list[str] | None)
         return f.why
     if including is None and not f.in_block:
         where = f.parent or 'the model'
-        return f'is in no residual block: with weights of zero {where} does not return what it is given'
+        return f'is not in a residual block: {where} does not return its input when its branches have zero weights'
     if including is None and f.layout and min(f.grid) < FEWEST_TOKENS:
-        return f'has a grid of {by(f.grid)} tokens: less than {FEWEST_TOKENS} a side'
+        return f'has a grid of {by(f.grid)} tokens: at least {FEWEST_TOKENS} per side are needed'
     return ''
 
 
@@ -230,7 +234,7 @@ def _pool_size(grid: Size) -> int:
 
 
 def _like(old: Any, norm_cfg: dict[str, Any], place: Place, warm_start: float | None) -> nn.Module:
-    """A norm for the place of ``old``, with what it has learned."""
+    """Builds the norm that replaces ``old``, and copies the weight and the bias of ``old`` into it."""
     like_old = dict(eps=old.eps, affine=old.weight is not None)
     known = inspect.signature(norm_class(norm_cfg)).parameters
     cfg = {name: value for name, value in like_old.items() if name in known} | norm_cfg
@@ -240,7 +244,7 @@ def _like(old: Any, norm_cfg: dict[str, Any], place: Place, warm_start: float | 
             if new.settings.prenorm or new.mean_mix is None or new.var_mix is None:
                 raise ValueError(
                     "warm_start needs norm_cfg=dict(type='DTN', prenorm=False) with both lambdas learned, but norm_cfg "
-                    f'gives {new}. With warm_start=None its lambdas start where they are.'
+                    f'gives {new}. Pass warm_start=None to keep the initial lambdas of this DTN.'
                 )
             for mix in (new.mean_mix, new.var_mix):
                 mix.fill_(mix_of(warm_start))
@@ -249,7 +253,7 @@ def _like(old: Any, norm_cfg: dict[str, Any], place: Place, warm_start: float | 
         for name, start in (('weight', 1), ('bias', 0)):
             source, target = getattr(old, name), getattr(new, name, None)
             if target is None or target.shape != old.normalized_shape or not (target == start).all():
-                continue  # not what LayerNorm has under this name
+                continue  # the new norm uses this name for another kind of parameter
             if source is None:
                 target.requires_grad_(False)
             else:

@@ -41,7 +41,7 @@ def fuse(model: nn.Module) -> tuple[Any, list[FusedNorm]]:
     model.eval()
     backbones = {name: module for name, module in model.named_modules() if isinstance(module, Backbone)}
     if not backbones:
-        raise ValueError(f'{type(model).__name__} has no backbone of mmdtn, and only the norms of these can be fused.')
+        raise ValueError(f'{type(model).__name__} has no backbone of mmdtn. Only norms in such backbones can be fused.')
     outcomes = []
     for path, backbone in backbones.items():
         prefix = f'{path}.' if path else ''
@@ -56,7 +56,10 @@ def fuse(model: nn.Module) -> tuple[Any, list[FusedNorm]]:
 
 
 def norms_of(backbone: Backbone) -> list[tuple[str, nn.Module]]:
-    """Returns all outermost norms with their names. The batch norms inside timm's layers come first."""
+    """Returns the norms of the backbone that are not inside another norm, with their names.
+
+    The list starts with the batch norms inside timm's layers.
+    """
 
     def search(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
         if isinstance(module, (TokenNorm, DTN, nn.LayerNorm, TORCHS_BATCH_AND_INSTANCE_NORMS)):
@@ -77,7 +80,7 @@ def _fuse_norm(model: nn.Module, prefix: str, backbone: Backbone, name: str) -> 
         raise NotExact('its output leaves the backbone, or a convolution pads it with zeros')
     classifier = _first_layer_of_head(model)
     if prefix != 'backbone.' or not classifier:
-        raise NotExact('its output leaves the backbone, and not to a linear classifier of MMPretrain')
+        raise NotExact('its output leaves the backbone, but a linear classifier of MMPretrain does not follow')
     layer: Any = model.get_submodule(classifier)
     fold_into(layer, a, b)
     replace(backbone, name, nn.Identity())

@@ -1,6 +1,6 @@
-"""Finds where the tokens lie that each LayerNorm of a model is given, by running the model.
+"""Runs a model to find the token grid at the input of each LayerNorm.
 
-:mod:`mmdtn.surgery.conversion` uses it, on models that know nothing of this package.
+:mod:`mmdtn.surgery.conversion` uses this module for models that were not written for this package.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -20,20 +20,20 @@ from mmdtn.norms.base import TORCHS_BATCH_AND_INSTANCE_NORMS
 from .layouts import Layout, Size, fitting_layouts
 from .order import Claim, Residual, Values, call_with, judge, residual, tensors
 
-BATCH = 2  # so that windows, which models put into the batch, show
-CHECKPOINTING = ('with_cp', 'grad_checkpointing', 'gradient_checkpointing')  # MM's name for it, timm's, Hugging Face's
+BATCH = 2  # number of images; windows in the batch dimension give a larger number
+CHECKPOINTING = ('with_cp', 'grad_checkpointing', 'gradient_checkpointing')  # names in MM, timm and Hugging Face
 
-Call = Callable[[Any, Tensor], Any]  # of a model and a batch of images
-Shapes = dict[str, list[tuple[int, ...]]]  # by norm, of each of its calls
+Call = Callable[[Any, Tensor], Any]  # calls a model with a batch of images
+Shapes = dict[str, list[tuple[int, ...]]]  # input shape of each call, by the name of the norm
 
 
 @dataclass
 class Found:
-    """What is known of the inputs of one LayerNorm; ``why`` says what keeps it from being normalised on a grid."""
+    """Findings about one LayerNorm. ``why`` is the reason why the norm cannot be converted, or an empty string."""
 
     name: str
-    parent: str  # the module that calls it
-    grid: Size = (0, 0)  # for the example
+    parent: str  # name of the module that calls the norm
+    grid: Size = (0, 0)  # token grid for the example size
     layout: Layout | None = None
     in_block: bool = False
     why: str = ''
@@ -41,26 +41,26 @@ class Found:
 
 @dataclass
 class Survey:
-    """What runs of a model showed."""
+    """Findings about all normalisation layers of a model."""
 
     norms: list[Found]
-    others: dict[str, str]  # normalisation that is no LayerNorm module
-    sizes: list[Size] = field(default_factory=list)  # that the model takes; the example first
-    entrance: str = ''  # the module that is given the images first; the model itself if none is
+    others: dict[str, str]  # normalisation that is not a LayerNorm module
+    sizes: list[Size] = field(default_factory=list)  # image sizes that the model took, the example size first
+    entrance: str = ''  # name of the first submodule that gets the images, or '' for the model itself
 
 
 def survey(model: nn.Module, example: tuple[int, ...], call: Call, wanted: Callable[[Found], bool]) -> Survey:
-    """Runs ``model`` by ``call`` on images of up to three sizes, ``example`` first. Nothing in it changes.
+    """Runs ``model`` by ``call`` on images of up to three sizes, and returns the findings. The model does not change.
 
-    Proves the order of tokens for ``wanted`` norms. ``example`` is ``(height, width)`` of images with three channels,
-    or ``(channels, height, width)``.
+    The function proves the order of tokens for the norms for which ``wanted`` returns True. ``example`` is the first
+    image size, as ``(height, width)`` for images with three channels or as ``(channels, height, width)``.
     """
     if not isinstance(example, tuple | list) or len(example) not in (2, 3):
         raise ValueError(f'example_size={example!r}: give (height, width), or (channels, height, width).')
     if any(p.is_meta for p in model.parameters()):
         raise ValueError(
-            f'{type(model).__name__} has parameters on the meta device, and has to be run to find its grids. Build it '
-            'outside of torch.device("meta"), or call model.to_empty(device="cpu") and load weights first.'
+            f'{type(model).__name__} has parameters on the meta device, but the conversion has to run the model. Build '
+            'it outside of torch.device("meta"), or call model.to_empty(device="cpu") and load weights first.'
         )
     channels, size = (3, example) if len(example) == 2 else (example[0], example[1:])
     size = (size[0], size[1])
@@ -100,9 +100,10 @@ def survey(model: nn.Module, example: tuple[int, ...], call: Call, wanted: Calla
 
 
 def layer_norms(model: nn.Module) -> dict[str, nn.Module]:
-    """Modules that may be LayerNorm, by name. Some packages write their own, with torch's attributes.
+    """Returns the modules that may be a LayerNorm, by name.
 
-    Whether they compute LayerNorm is seen when they run.
+    Some packages have LayerNorm classes of their own, with the attributes of torch's class. Only a run shows whether
+    such a module computes LayerNorm.
     """
     own = ('normalized_shape', 'weight', 'bias', 'eps')
     return {
@@ -113,14 +114,18 @@ def layer_norms(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def _telling(norms: dict[str, nn.Module]) -> Values:
-    """Random weights of the norms: with those of the start, a norm behind another one changes nothing and is hidden."""
+    """Returns random weights for the norms.
+
+    With the initial weights, a norm that follows another norm would not change its input, so a run could not show what
+    the norm computes.
+    """
     generator = torch.Generator().manual_seed(0)
     parameters = ((f'{name}.{of}', p) for name, norm in norms.items() for of, p in norm.named_parameters(recurse=False))
     return {name: (0.5 + torch.rand(p.shape, generator=generator)).to(p) for name, p in parameters}
 
 
 class _Called(nn.Module):
-    """A model that is called with images alone, also with other parameters."""
+    """Wraps a model so that it can be called with images alone, and with replaced parameters."""
 
     def __init__(self, model: nn.Module, call: Call) -> None:
         super().__init__()
@@ -135,9 +140,9 @@ class _Called(nn.Module):
 
 @contextmanager
 def _in_mode(model: nn.Module, training: bool) -> Iterator[None]:
-    """Sets the mode of all modules, without gradients.
+    """Sets the training mode of all modules, and turns gradients and activation checkpointing off.
 
-    Turns activation checkpointing off, which some models do in evaluation too: it computes blocks twice.
+    Some models use activation checkpointing in evaluation mode too, and it computes blocks twice.
     """
     before = [
         (module, name, getattr(module, name))
@@ -152,7 +157,7 @@ def _in_mode(model: nn.Module, training: bool) -> Iterator[None]:
             yield
     finally:
         for module, name, value in before:
-            setattr(module, name, value)  # not by train(), with which frozen stages would do something of their own
+            setattr(module, name, value)  # train() would not restore the mode of frozen stages
 
 
 def _images(model: nn.Module, channels: int, size: Size) -> Tensor:
@@ -166,41 +171,44 @@ def _cannot_run(model: nn.Module, error: Exception, shape: tuple[int, ...]) -> s
     modules = [*model.modules()]
     if any(isinstance(m, nn.Embedding) for m in modules) and not any(isinstance(m, nn.Conv2d) for m in modules):
         return (
-            f'{name} is not an image model: it has an nn.Embedding and no convolution, as models of text have. '
-            'DTN normalises the tokens of images.'
+            f'{name} is not an image model: it has an nn.Embedding and no convolution, as text models do. '
+            'convert_norms takes models of images.'
         )
     return (
-        f'{name} cannot be run on images of {_shape(shape)}, which would find its grids: {type(error).__name__}: '
+        f'{name} cannot be run on images of {_shape(shape)}: {type(error).__name__}: '
         f'{first_line(error).rstrip(".")}. Give example_size=(height, width) or (channels, height, width) of images '
-        'that it takes, or call=lambda model, images: ... if it takes more than images.'
+        'that the model takes, or call=lambda model, images: ... if the model takes more than images.'
     )
 
 
 def _of_other_sizes(watched: '_Watch', images: Callable[[Size], Tensor], size: Size) -> dict[Size, Shapes]:
-    """Runs the model at two sizes of unequal sides. Returns nothing if it takes the example's size alone."""
+    """Runs the model on images of two more sizes, and returns the shapes by size.
+
+    Returns an empty dict if the model takes the example size only.
+    """
     height, width = size
     h, w = (max(64, side // 64 * 64) for side in size)
     h32, w32 = (max(64, side // 32 * 32) for side in size)
     for pair in (
-        # One pixel more and one less than multiples of 64 tell apart how strides round, up to 64.
+        # Sides next to multiples of 64 show whether a layer rounds up or down, for strides up to 64.
         ((h + 1, w + 63), (h + 63, w + 65)),
         ((h32 + 32, w32 + 96), (h32 + 64, w32 + 32)),
-        ((height, 2 * width), (2 * height, width)),  # windows that divide the example's grid divide these
+        ((height, 2 * width), (2 * height, width)),  # the windows that fit the example grid fit these grids
     ):
         try:
             return {another: watched.run(images(another)) for another in pair}
-        except Exception:  # models refuse sizes by errors of every kind
+        except Exception:  # models raise many kinds of errors for sizes that they do not support
             continue
     return {}
 
 
 class _Watch(TorchFunctionMode):
-    """Notes what the norms of a model are given as it runs."""
+    """Records the inputs of the norms while a model runs."""
 
     def __init__(self, called: _Called, norms: dict[str, nn.Module]) -> None:
         super().__init__()
         self.called, self.norms = called, norms
-        self.form: dict[str, str] = {}  # by the axis that it normalises
+        self.form: dict[str, str] = {}  # form of the input of each norm
         self.modules = modules = dict(called.model.named_modules())
         self.others = {
             name: type(module).__name__
@@ -210,11 +218,11 @@ class _Watch(TorchFunctionMode):
         }
         self.callers = {name: _callers(name, modules) for name in norms}
         self.blocks: dict[str, Residual] = {}
-        self.in_block: set[str] = set()  # norms
-        self.shares: dict[str, tuple[str, int]] = {}  # by norm: the block with the same tokens, and which input
+        self.in_block: set[str] = set()  # names of norms in residual blocks
+        self.shares: dict[str, tuple[str, int]] = {}  # block with the same tokens as the norm, and index of its input
         self.entrance: str | None = None
-        self._calls: dict[str, tuple[tuple, dict]] = {}  # the first one of each module that may be a block
-        self._inside: list[str] = []  # the modules that are being called, from the outermost on
+        self._calls: dict[str, tuple[tuple, dict]] = {}  # arguments of the first call of each possible block
+        self._inside: list[str] = []  # modules in the current call stack, the outermost first
         self._entrance_open = True
 
     def run(self, images: Tensor, closely: bool = False, values: Values | None = None) -> Shapes:
@@ -236,7 +244,10 @@ class _Watch(TorchFunctionMode):
         return shapes
 
     def run_in_training(self, images: Tensor) -> Shapes:
-        """Leaves running means and the state of random numbers alone. Some models cannot be run so by images alone."""
+        """Runs the model in training mode, without changes to its buffers or to the state of the random numbers.
+
+        Returns an empty dict if the model needs more than images in training mode.
+        """
         buffers = {name: buffer.clone() for name, buffer in self.called.model.named_buffers()}
         try:
             with torch.random.fork_rng(devices=[images.device] if images.is_cuda else []):
@@ -245,10 +256,10 @@ class _Watch(TorchFunctionMode):
             return {}
 
     def find_blocks(self) -> None:
-        """Finds the residual blocks around norms.
+        """Finds the residual blocks that contain norms.
 
-        A norm is in a block that calls it. If the block calls a module that calls the norm, the norm has to be given
-        the block's tokens, or to add to them.
+        A norm belongs to a block if the block itself calls the norm. If a module inside the block calls the norm, the
+        norm has to read the tokens of the block, or to add its output to them.
         """
         seen: dict[str, Residual | None] = {}
         for name, callers in self.callers.items():
@@ -299,7 +310,10 @@ class _Watch(TorchFunctionMode):
 
 
 def _callers(name: str, modules: dict[str, nn.Module]) -> list[str]:
-    """The modules around one, from the innermost on, which may call it: lists call nothing, a Sequential is a part."""
+    """Returns the modules around a module that may call it, the innermost first.
+
+    Containers such as ``nn.ModuleList`` and ``nn.Sequential`` are left out.
+    """
     found = []
     while name:
         name = name.rpartition('.')[0]
@@ -309,7 +323,10 @@ def _callers(name: str, modules: dict[str, nn.Module]) -> list[str]:
 
 
 def _form(norm: Any, x: Tensor, y: Tensor) -> str:
-    """Which axis a module normalises, by what it computes: a class's name does not tell."""
+    """Returns the form of the tokens that a module normalises like LayerNorm, or '' if it computes something else.
+
+    The function compares the output with LayerNorm, because the name of a class does not tell what it computes.
+    """
     if not isinstance(y, Tensor) or y.shape != x.shape or len(norm.normalized_shape) != 1:
         return ''
     (C,) = norm.normalized_shape
@@ -327,7 +344,7 @@ def _form(norm: Any, x: Tensor, y: Tensor) -> str:
 
 
 def _look_at(name: str, watched: _Watch, runs: dict[Size, Shapes], of_training: Shapes) -> tuple[Found, list[Layout]]:
-    """The layouts that explain the shapes of all runs, the most likely first."""
+    """Returns the findings about one norm, and the layouts that explain its shapes, the most likely layout first."""
     found = Found(name, next(iter(watched.callers[name]), ''), in_block=name in watched.in_block)
     calls = [shapes.get(name, []) for shapes in runs.values()]
     if not all(calls):
@@ -338,17 +355,17 @@ def _look_at(name: str, watched: _Watch, runs: dict[Size, Shapes], of_training: 
     in_training = of_training.get(name, shapes[:1])[0]
     if any(len(set(some)) > 1 for some in calls):
         several = ' and '.join(map(_shape, sorted(set(calls[0]))))
-        found.why = f'takes inputs of several shapes in one run: {several}'
+        found.why = f'gets inputs of several shapes in one run: {several}'
     elif any(shape[0] != BATCH for shape in shapes):
-        found.why = f'has windows, or another grouping, in the place of the batch: {given} for {BATCH} images'
+        found.why = f'gets windows or other groups of tokens in the batch dimension: {given} for {BATCH} images'
     elif in_training != shapes[0]:
-        found.why = f'has other tokens in training, where some are dropped: {_shape(in_training)}, and not {given}'
+        found.why = f'gets other tokens in training, as in models that drop tokens: {_shape(in_training)}, not {given}'
     elif len(shapes[0]) not in (3, 4):
-        found.why = f'has no tokens on a grid: it is given {given}'
+        found.why = f'gets no tokens on a grid: its input is {given}'
     elif not (form := watched.form[name]):
-        found.why = f'does not normalise channels as LayerNorm does: it is given {given}'
+        found.why = f'does not compute LayerNorm over the channels: its input is {given}'
     elif not (layouts := fitting_layouts(form, tuple(shapes), tuple(runs))):
-        found.why = f'has tokens that follow no grid of the image: it is given {given}'
+        found.why = f'gets tokens that match no grid of the image: its input is {given}'
     else:
         return found, layouts
     return found, []

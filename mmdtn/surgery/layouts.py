@@ -1,4 +1,4 @@
-"""Layouts of tokens on the grid of an image, and which of them explain the shapes that runs of a model showed."""
+"""Layouts of tokens on the grid of an image, and the search for layouts that explain the shapes of a model's tokens."""
 
 from collections.abc import Sequence
 from functools import cache
@@ -12,7 +12,7 @@ STRIDES = range(1, 65)
 
 
 class TokenAxis(NamedTuple):
-    """Tokens along one side of an image: ``(side + shift) // stride``."""
+    """Rule for the number of tokens along one side of an image: ``(side + shift) // stride``."""
 
     shift: int
     stride: int
@@ -22,12 +22,12 @@ class TokenAxis(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """Where the tokens of an input lie."""
+    """Describes where the tokens of an input lie in the image."""
 
     form: str  # 'B x H x W x C', 'B x C x H x W' or 'B x T x C'
     rows: TokenAxis
     columns: TokenAxis
-    prefix: int = 0  # tokens in front of the grid
+    prefix: int = 0  # number of tokens in front of the grid
 
     def grid(self, size: Size) -> Size:
         return self.rows.tokens(size[0]), self.columns.tokens(size[1])
@@ -35,7 +35,10 @@ class Layout(NamedTuple):
 
 @cache
 def fitting_layouts(form: str, shapes: Sequence[tuple[int, ...]], sizes: tuple[Size, ...]) -> list[Layout]:
-    """Returns up to four layouts with which images of ``sizes`` have tokens of ``shapes``, the most likely first."""
+    """Returns up to four layouts that give tokens of ``shapes`` for images of ``sizes``, the most likely layout first.
+
+    Each shape belongs to the size at the same position.
+    """
     several = len(sizes) > 1
     axes = [TokenAxis(a, s) for s in STRIDES for a in range(-2 * s, 2 * s + 1)]
     axes.sort(key=lambda axis: _unlikeliness(axis, several))
@@ -63,9 +66,10 @@ def fitting_layouts(form: str, shapes: Sequence[tuple[int, ...]], sizes: tuple[S
 
 
 def _unlikeliness(axis: TokenAxis, several_sizes: bool) -> tuple:
-    """Most strides are powers of two, and round down, or up as those of padded convolutions do.
+    """Returns a sort key that puts likely combinations of shift and stride first.
 
-    A single size says little of the rounding, and a stride that divides it is likelier than a power of two.
+    Most strides are powers of two. Most layers round down, or round up as padded convolutions do. With a single image
+    size, a stride that divides the size is more likely than a power of two.
     """
     odd = axis.stride.bit_count() != 1
     rounding = 0 if axis.shift == 0 else 1 if axis.shift == axis.stride - 1 else 2
@@ -73,5 +77,5 @@ def _unlikeliness(axis: TokenAxis, several_sizes: bool) -> tuple:
 
 
 def by(size: Size) -> str:
-    """``height x width``, for messages."""
+    """Formats a size as ``height x width`` for messages."""
     return f'{size[0]} x {size[1]}'

@@ -1,9 +1,12 @@
-"""Proves that tokens lie row by row, by changing parts of an image and looking at which tokens change.
+"""Proves that tokens are in row-by-row order, by changing parts of an image and observing which tokens change.
 
-There are two images, and mixtures of them. Each mixture takes a pixel from the second image where one bit of the number
-of its row of patches, or of its column, is set. So the mixtures tell bit by bit which patch each token comes from.
-The numbers are in Gray code, in which neighbours differ in one bit: a token that lies between two patches is unclear in
-that bit alone. Meanwhile residual blocks hand on what they are given, as attention would mix the tokens.
+The model runs on two images and on mixtures of them. The rows and the columns of patches are numbered, and each mixture
+belongs to one bit of these numbers. A mixture takes the patches whose bit is set from the second image, and all others
+from the first image. Together, the mixtures show bit by bit which patch each token comes from.
+
+Patch numbers are in Gray code, in which neighbouring numbers differ in one bit. So a token that lies between two
+patches is unclear in that bit only. Residual blocks return their inputs during the proof, because attention would mix
+tokens.
 """
 
 from collections import defaultdict
@@ -21,12 +24,12 @@ from mmdtn.norms.base import TORCHS_BATCH_AND_INSTANCE_NORMS
 
 from .layouts import Layout, Size, by
 
-SEEDS = 3  # of random weights, for norms that are given what their block has computed
-CLEAR = 0.5  # a token is at least three times as far from one image as from the other
-SILENT = 1e-6  # of the largest change: the token does not come from the image
-MOST = 0.9  # of the tokens, which show that the weights mixed little
-OF_LINEAR, OF_NORM = 0.2, 0.005  # gains
-CENTRE = 50  # how much larger the centre of a convolution's kernel is than the rest of it
+SEEDS = 3  # number of random weights to try for norms whose inputs are computed inside their block
+CLEAR = 0.5  # a token is clear if its squared distances from the two images differ by a factor of at least 3
+SILENT = 1e-6  # a token that changes less, relative to the largest change, does not depend on the image
+MOST = 0.9  # share of clear tokens that shows that the weights mixed few tokens
+OF_LINEAR, OF_NORM = 0.2, 0.005  # gains of random linear layers and of norms
+CENTRE = 50  # ratio of the centre of a random convolution kernel to its other values
 MISPLACED = 'has tokens in another order than row by row'
 UNPROVED = 'has tokens whose order cannot be proved'
 
@@ -34,29 +37,30 @@ Values = dict[str, Tensor]  # parameters and buffers by name
 
 
 class Residual(NamedTuple):
-    """A residual block: what it returns where its branches add nothing, and norms that share its tokens."""
+    """Describes the output of a residual block whose branches add nothing, and the norms that share its tokens."""
 
-    sources: list[int]  # for each tensor that it returns, the input that it equals
-    leaves: list[Any]  # of what it returns, with the class Tensor in the place of tensors
+    sources: list[int]  # for each output tensor, the index of the equal input
+    leaves: list[Any]  # leaves of the output, with the class Tensor as a placeholder for each tensor
     structure: TreeSpec
-    shared: dict[str, int]  # norms that are given the tokens of an input, or that add to them
+    shared: dict[str, int]  # for norms that read the tokens of an input or add to them, the index of the input
 
     def hand_on(self, inputs: list[Tensor]) -> Any:
-        """What it returns if it is an identity."""
+        """Returns the output that the block would have as an identity function."""
         tensors_ = iter(inputs[source] for source in self.sources)
         return tree_unflatten([next(tensors_) if leaf is Tensor else leaf for leaf in self.leaves], self.structure)
 
 
 class Claim(NamedTuple):
-    """A layout that the tokens of a norm may have.
+    """Layout that the tokens of a norm may have.
 
-    They are looked at where the norm takes them, or where a block around it does if they are known to be the same.
+    The tokens are observed at the input of the norm. If a block around the norm is known to get the same tokens, they
+    are observed at the input of the block instead.
     """
 
     norm: str
     layout: Layout
     block: str = ''
-    source: int = 0  # which of the block's inputs
+    source: int = 0  # index of the observed input
 
     @property
     def place(self) -> str:
@@ -64,31 +68,35 @@ class Claim(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """What is wrong with a claim, and nothing if it is proved; ``clear`` if each token has shown its place."""
+    """Result for one claim. ``wrong`` is the reason why the claim is not proved, or an empty string.
+
+    ``clear`` is False if other random weights may lead to another result.
+    """
 
     wrong: str
     clear: bool = True
 
 
 class Bit(NamedTuple):
-    """A bit of the number of a pixel's row (0) or column (1)."""
+    """One bit of the number of the row (``axis=0``) or the column (``axis=1``) of a pixel."""
 
     axis: int
     number: int
 
 
 class Response(NamedTuple):
-    """Squared distances of each token: of a mixture from the first image and from the second, ``bits x h x w``."""
+    """Squared distances between the tokens of the mixtures and the tokens of the two images."""
 
-    from_first: Tensor
-    from_second: Tensor
-    of_both: Tensor  # of the two images from each other: h x w
+    from_first: Tensor  # bits x h x w
+    from_second: Tensor  # bits x h x w
+    of_both: Tensor  # squared distances between the tokens of the two images, h x w
 
 
 def residual(module: nn.Module, args: tuple, kwargs: dict, norms: dict[str, tuple[Any, str]]) -> Residual | None:
-    """Finds out whether a module is a residual block: with suitable parameters it returns what it was given.
+    """Describes a module as a residual block, or returns None if the module is not one.
 
-    ``norms`` are those inside, with their forms.
+    A residual block returns its input if its parameters have suitable values. ``norms`` has the norms inside the module
+    and the forms of their inputs.
     """
     inputs = given(args, kwargs)
     for values in (_handing_on(module), {name: torch.zeros_like(p) for name, p in module.named_parameters()}):
@@ -100,7 +108,7 @@ def residual(module: nn.Module, args: tuple, kwargs: dict, norms: dict[str, tupl
                     note = partial(_note_input, taken, name)
                     stack.enter_context(norm.register_forward_pre_hook(note, with_kwargs=True))
                 leaves, structure = tree_flatten(run(*_copies((args, kwargs))))
-        except Exception:  # of a module that divides by a parameter, say
+        except Exception:  # a module may divide by a parameter, for example
             continue
         sources = [[i for i, x in enumerate(inputs) if _alike(x, y)] for y in tensors(leaves)]
         if sources and all(sources):
@@ -125,14 +133,15 @@ def residual(module: nn.Module, args: tuple, kwargs: dict, norms: dict[str, tupl
 
 
 def _note_input(taken: dict[str, Tensor | None], name: str, norm: nn.Module, args: tuple, kwargs: dict) -> None:
-    """None for a norm that is called twice."""
+    """Records the input of a norm, or None if the norm is called twice."""
     taken[name] = None if name in taken else given(args, kwargs)[0]
 
 
 def _adds_to(norm: Any, form: str, inputs: list[Tensor], block: Residual, run: Callable[[], Any]) -> list[int]:
-    """The inputs of a residual block to which a norm adds its tokens, as one behind attention does.
+    """Returns the indices of the inputs to which a norm adds its output, as a norm after attention does.
 
-    The norm adds a number to each token that it returns, and these numbers arrive in the tokens that the block returns.
+    A hook adds a different number to each token in the output of the norm. The function looks for these numbers in the
+    output of the block.
     """
     flat = partial(channels_last, channels=norm.normalized_shape[0], form=form)
     numbers: list[Tensor] = []
@@ -156,7 +165,7 @@ def _alike(x: Tensor, y: Tensor, tolerance: float = 1e-6) -> bool:
 
 
 def _handing_on(module: nn.Module) -> Values:
-    """Scales, batch norms and depthwise convolutions as identities, and zeros elsewhere."""
+    """Returns values that turn scales, batch norms and depthwise convolutions into identities, and zeros elsewhere."""
     values = {}
     for path, part in module.named_modules():
         batch_norm = isinstance(part, TORCHS_BATCH_AND_INSTANCE_NORMS)
@@ -173,7 +182,7 @@ def _handing_on(module: nn.Module) -> Values:
 
 
 def _no_statistics(norm: Any) -> Values:
-    """With which a batch norm does nothing."""
+    """Returns running statistics with which a batch norm does not change its input."""
     if norm.running_mean is None:
         return {}
     return dict(
@@ -186,14 +195,14 @@ def given(args: tuple, kwargs: dict) -> list[Tensor]:
 
 
 def channels_last(x: Tensor, channels: int, form: str) -> Tensor:
-    """``B x T x C`` of tokens in the ``form`` of a norm, or in another one."""
+    """Reshapes tokens in the given form, or in another form of the same tokens, to ``B x T x C``."""
     if x.dim() == 4 and x.shape[1] == channels and (form == 'B x C x H x W' or x.shape[-1] != channels):
         x = x.permute(0, 2, 3, 1)
     return x.flatten(1, -2) if x.dim() > 3 else x
 
 
 def call_with(module: nn.Module, values: Values, args: tuple, kwargs: dict) -> Any:
-    # With tied weights torch 2.12 leaves the new tensors in a module that has two names, as CoaT's convolutions have.
+    # With tie_weights=True, torch 2.12 does not restore a module that has two names, such as a convolution of CoaT.
     return torch.func.functional_call(module, values, args, kwargs, tie_weights=False)
 
 
@@ -212,12 +221,12 @@ def judge(
     blocks: dict[str, Residual],
     image: Tensor,
 ) -> dict[Claim, str]:
-    """Says what is wrong with each claim. Nothing is, where every token was proved to lie as claimed.
+    """Returns for each claim the reason why it is not proved, or '' if every token lies where the layout says.
 
-    ``run`` calls ``model`` with other values on a batch of images of the size of ``image``, and ``blocks`` are its
-    residual blocks, which hand on what they are given. So each token of a block comes from its own patch alone, and all
-    norms of the same tokens get the same verdict. Where a norm is given what its block has computed, the block computes
-    it with weights that mix little, before it hands on its input.
+    ``run`` calls ``model`` with replaced parameters and buffers, on a batch of images as large as ``image``.
+    All ``blocks`` return their inputs during these calls. So each token of a block depends on its own patch only, and
+    all norms that share the tokens get the same result. If the input of a norm is computed inside a block, the block
+    computes it with weights that mix few tokens, and then returns its own input.
     """
     size = (image.shape[1], image.shape[2])
     verdicts: dict[Claim, Verdict] = {}
@@ -239,7 +248,7 @@ def judge(
 
 
 def _of_one_unit(claims: list[Claim]) -> list[list[Claim]]:
-    """Those together whose strides differ by powers of two: their patches have bits in common."""
+    """Groups the claims whose strides differ by powers of two, because their patch numbers have bits in common."""
     found = defaultdict(list)
     for claim in claims:
         found[tuple(_unit(axis.stride) for axis in (claim.layout.rows, claim.layout.columns))].append(claim)
@@ -251,8 +260,11 @@ def _unit(stride: int) -> int:
 
 
 def _mixtures(claims: list[Claim], image: Tensor) -> tuple[list[Bit], Tensor]:
-    """The bits that tell apart the patches of all claims, and the images: the two, and a mixture for each bit."""
-    first, second = image.sign(), -image.sign()  # which differ by as much in each pixel
+    """Returns the bits that distinguish the patches of all claims, and a batch of images.
+
+    The batch has the two images and one mixture for each bit.
+    """
+    first, second = image.sign(), -image.sign()  # the images differ by the same amount in each pixel
     bits, mixtures = [], [first, second]
     for axis in (0, 1):
         strides = [(claim.layout.rows, claim.layout.columns)[axis].stride for claim in claims]
@@ -267,14 +279,17 @@ def _mixtures(claims: list[Claim], image: Tensor) -> tuple[list[Bit], Tensor]:
 
 
 def _bit(numbers: Tensor, number: int) -> Tensor:
-    """A bit of numbers in Gray code. The code of ``n // 2 ** k`` has the bits of the code of ``n`` from the k-th on."""
+    """Returns one bit of the Gray code of numbers.
+
+    Bit ``i`` of the code of ``n // 2 ** k`` equals bit ``i + k`` of the code of ``n``.
+    """
     return ((numbers ^ (numbers >> 1)) >> number) & 1 == 1
 
 
 def _responses(
     claims: list[Claim], model: nn.Module, run: Callable[[], Any], size: Size
 ) -> dict[Claim, list[Response]]:
-    """Of each call of the claims' norms."""
+    """Runs the model, and returns one response for each call of the module at which a claim is observed."""
     found: dict[Claim, list[Response]] = {claim: [] for claim in claims}
 
     def note(claim: Claim, channels: int, module: nn.Module, args: tuple, kwargs: dict) -> None:
@@ -300,16 +315,16 @@ def _sum(one: Response | None, other: Response) -> Response:
 
 
 def _verdict(layout: Layout, calls: list[Response], bits: list[Bit], size: Size) -> Verdict:
-    """That of the first call in which something is wrong."""
+    """Returns the verdict of the first call that does not prove the layout."""
     if not calls:
-        return Verdict(f'{UNPROVED}: it was not called with other weights', clear=False)
+        return Verdict(f'{UNPROVED}: the norm was not called when other weights were tried', clear=False)
     verdicts = (_verdict_of_call(layout, response, bits, size) for response in calls)
     return next((verdict for verdict in verdicts if verdict.wrong), Verdict(''))
 
 
 def _verdict_of_call(layout: Layout, response: Response, bits: list[Bit], size: Size) -> Verdict:
     if not response.of_both.any():
-        return Verdict(f'{UNPROVED}: they do not change with the image', clear=False)
+        return Verdict(f'{UNPROVED}: the tokens do not change with the image', clear=False)
     grid = layout.grid(size)
     shown = ((response.from_first - response.from_second) / (response.from_first + response.from_second)).nan_to_num(0)
     bad = response.of_both <= SILENT * response.of_both.max()
@@ -318,14 +333,14 @@ def _verdict_of_call(layout: Layout, response: Response, bits: list[Bit], size: 
     for bit, towards_second in zip(bits, shown, strict=True):
         stride = (layout.rows, layout.columns)[bit.axis].stride
         if (number := bit.number - _power(stride)) < 0:
-            continue  # it differs inside a patch
+            continue  # pixels of one patch differ in this bit
         patches = torch.arange(-1, grid[bit.axis] + 1, device=bad.device).clamp(0, (size[bit.axis] - 1) // stride)
         is_set = _bit(patches, number).unsqueeze(1 - bit.axis)
         own = is_set.narrow(bit.axis, 1, grid[bit.axis])
         before, behind = (is_set.narrow(bit.axis, start, grid[bit.axis]) for start in (0, 2))
         agreement = torch.where(own, towards_second, -towards_second)
         alone = (before == own) & (behind == own)
-        cut = ((patches + 1) * stride > size[bit.axis]).narrow(0, 1, grid[bit.axis])  # by the border of the image
+        cut = ((patches + 1) * stride > size[bit.axis]).narrow(0, 1, grid[bit.axis])  # patches cut by the border
         misplaced |= (agreement < -CLEAR) & (alone | ~cut.unsqueeze(1 - bit.axis))
         bad |= (agreement <= CLEAR) & alone
         unclear[bit.axis] += towards_second.abs() <= CLEAR
@@ -337,10 +352,10 @@ def _verdict_of_call(layout: Layout, response: Response, bits: list[Bit], size: 
     shows = misplaced & clear
     row, column = divmod(int((shows if shows.any() else bad).flatten().long().argmax()), grid[1])
     if not shows.any() or clear.float().mean() < MOST:
-        why = 'changes with several parts of the image' if response.of_both[row, column] else 'does not change with it'
-        return Verdict(f'{UNPROVED}: of {by(grid)}, the one at {(row, column)} {why}', clear=False)
+        why = 'changes with several parts of' if response.of_both[row, column] else 'does not change with'
+        return Verdict(f'{UNPROVED}: of {by(grid)} tokens, the one at {(row, column)} {why} the image', clear=False)
     source = tuple(_from_gray(int(numbers[row, column])) for numbers in code)
-    return Verdict(f"{MISPLACED}: of {by(grid)}, the one at {(row, column)} is the image's at {source}")
+    return Verdict(f'{MISPLACED}: of {by(grid)} tokens, the one at {(row, column)} comes from the patch at {source}')
 
 
 def _from_gray(code: int) -> int:
@@ -356,10 +371,11 @@ def _power(stride: int) -> int:
 
 
 def _nearsighted(model: nn.Module, seed: int) -> Values:
-    """Random weights that leave a token close to its place, as trained ones need not: order is a matter of the code.
+    """Returns random weights with which each token depends mostly on its own patch.
 
-    Kernels of convolutions have large centres. Norms and linear layers reduce what they are given, as branches have
-    more of them than shortcuts.
+    The order of the tokens depends on the code of the model and not on the weights, so the proof may use any weights.
+    Convolution kernels have large centres. Norms and linear layers have small gains, because branches contain more of
+    them than shortcuts do.
     """
     generator = torch.Generator().manual_seed(seed)
 
@@ -392,7 +408,7 @@ def _nearsighted(model: nn.Module, seed: int) -> Values:
 
 @contextmanager
 def _identities(model: nn.Module, blocks: dict[str, Residual], places: set[str]) -> Iterator[None]:
-    """Makes the blocks return what they are given. Those with one of ``places`` inside are run before they do."""
+    """Makes residual blocks return their inputs. A block with one of ``places`` inside still runs its branches."""
 
     def hand_on(block: Residual, forward: Callable[..., Any] | None, *args: Any, **kwargs: Any) -> Any:
         if forward is not None:
@@ -405,7 +421,8 @@ def _identities(model: nn.Module, blocks: dict[str, Residual], places: set[str])
     for name, block in blocks.items():
         module: Any = model.get_submodule(name)
         inside = any(place.startswith(f'{name}.') for place in places)
-        computes = inside or any(leaf not in (None, Tensor) for leaf in block.leaves)  # as a size that it returns
+        # Values that are not tensors, such as a size, depend on the current input, so the block computes them.
+        computes = inside or any(leaf not in (None, Tensor) for leaf in block.leaves)
         before.append((module, vars(module).get('forward')))
         module.forward = partial(hand_on, block, module.forward if computes else None)
     try:

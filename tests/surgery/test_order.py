@@ -1,4 +1,4 @@
-"""The order of tokens: whatever is not row by row is refused, and whatever is row by row is converted."""
+"""Checks that norms are converted if their tokens are in row-by-row order, and only then."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ def flat(grid):
 
 
 def permuted(order):
-    """Tokens at the places that ``order(row, column, height, width)`` sorts them to."""
+    """Sorts tokens by the key ``order(row, column, height, width)``."""
 
     def apply(grid, extra):
         height, width = grid.shape[1:3]
@@ -23,7 +23,7 @@ def permuted(order):
 
 
 def hilbert(y, x, height, width):
-    """The place of a cell on Hilbert's curve through the smallest square of side 2^k around the grid."""
+    """Returns the position of a cell on the Hilbert curve through the smallest square of side 2^k around the grid."""
     side = 1 << (max(height, width) - 1).bit_length()
     place, half = 0, side // 2
     while half:
@@ -43,7 +43,7 @@ def windows(grid, extra):
 
 
 def put(where, number):
-    """``number`` other tokens at the part ``where`` of the sequence."""
+    """Inserts ``number`` other tokens at the fraction ``where`` of the sequence."""
 
     def apply(grid, extra):
         tokens = flat(grid)
@@ -107,7 +107,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """A transformer whose tokens have an order of their own."""
+    """Transformer whose tokens are in the given order."""
 
     def __init__(self, order, seed):
         super().__init__()

@@ -64,6 +64,6 @@ def test_a_config_of_ones_own_and_the_whole_report(tmp_path, capsys):
     said = capsys.readouterr().out
     (row,) = table(said).values()
     assert row[1:3] == ['4 of 15', '`B x T x C` 24 x 32, 12 x 16']
-    assert re.search(r'seen at 96 x 128, .+\n  layers\.0\.1\.\d\.norm1: DTN\(8, .*prenorm=False', said)
+    assert re.search(r'96 x 128, .+\n  layers\.0\.1\.\d\.norm1: DTN\(8, .*prenorm=False', said)
     with pytest.raises(SystemExit, match=r'no\.py'):
         main(['no.py'])

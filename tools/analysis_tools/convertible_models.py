@@ -1,9 +1,9 @@
 """Prints how `mmdtn.convert_norms` converts models of timm, MMDetection and MMPretrain.
 
-The weights are random. A difference is the largest difference of an output, relative to the largest output, with both
-lambdas at 1. Differences are measured at the example's size, and at a size that the conversion has not seen. The change
-is the relative change of all outputs with both lambdas at 0.999. Without arguments, all models listed in
-docs/convert.md are converted, which takes minutes.
+The models have random weights. With both lambdas at 1, the tool measures the largest difference between the outputs of
+the original and the converted model, relative to the largest output. The tool measures this difference at the example
+size and at a size that the conversion has not used. The change is the relative change of all outputs with both lambdas
+at 0.999. Without arguments, the tool converts all models listed in docs/convert.md, which takes minutes.
 
 Example:
     python tools/analysis_tools/convertible_models.py
@@ -62,11 +62,12 @@ def build(name: str) -> tuple[nn.Module, tuple[int, int]]:
     with torch.no_grad():
         for p in model.parameters():  # layer scales near zero and zero biases would hide differences
             p.add_(torch.randn(p.shape, generator=generator) * 0.02)
-    model.eval()  # eval() returns None in MMDetection's Swin
+    model.eval()  # MMDetection's Swin returns None here, so eval() cannot be chained
     return model, (size[0], size[1])
 
 
 def difference(model: nn.Module, converted: nn.Module, size: tuple[int, int], of_all: bool = False) -> float:
+    """Returns the largest relative difference of the outputs. ``of_all`` compares the L2 norms of whole outputs."""
     images = torch.randn(2, 3, *size, generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         outputs, new = ([v for v in tree_leaves(m(images)) if isinstance(v, Tensor)] for m in (model, converted))
@@ -77,8 +78,8 @@ def difference(model: nn.Module, converted: nn.Module, size: tuple[int, int], of
 def measure(model: nn.Module, size: tuple[int, int]) -> tuple[ConversionReport, list[float]]:
     """Converts a copy of the model, and returns the report and the measured numbers.
 
-    The numbers are the difference at the example's size, the difference at another size if the model takes others, and
-    the change.
+    The numbers are the difference at the example size, the difference at another size if the model takes other sizes,
+    and the change of all outputs.
     """
     converted = copy.deepcopy(model)
     report = convert_norms(converted, size, warm_start=1.0)
@@ -87,7 +88,7 @@ def measure(model: nn.Module, size: tuple[int, int]) -> tuple[ConversionReport, 
     numbers = [difference(model, converted, size)]
     if len(report.sizes) > 1:
         height, width = size
-        strict = report.sizes[1] == (height, 2 * width)  # the model only takes multiples of its size
+        strict = report.sizes[1] == (height, 2 * width)  # the model takes multiples of the example size only
         numbers.append(difference(model, converted, (height, 3 * width) if strict else (height - 64, width + 64)))
     with torch.no_grad():
         for layer in converted.modules():
@@ -110,9 +111,9 @@ def grids(report: ConversionReport) -> str:
 def reasons(report: ConversionReport) -> str:
     """Counts the norms that are not converted, grouped by reason."""
     short = {
-        'in no residual block': 'no block',
-        'windows, or another grouping': 'windows in the batch',
-        'follow no grid': 'no grid',
+        'not in a residual block': 'no block',
+        'in the batch dimension': 'windows in the batch',
+        'match no grid': 'no grid',
         'no tokens on a grid': 'no grid',
         'in another order': 'another order',
         'cannot be proved': 'not proved',
@@ -120,7 +121,7 @@ def reasons(report: ConversionReport) -> str:
         'not called': 'not called',
         'several shapes': 'several shapes',
         'in training': 'dropped in training',
-        'does not normalise': 'no LayerNorm',
+        'does not compute LayerNorm': 'no LayerNorm',
     }
     found: Counter[str] = Counter()
     for why, number in report.reasons().items():
@@ -129,6 +130,7 @@ def reasons(report: ConversionReport) -> str:
 
 
 def row(name: str, report: ConversionReport, numbers: list[float]) -> str:
+    """Formats one row of the table."""
     seen = f'{numbers[0]:.0e}' if numbers else ''
     unseen = f'{numbers[1]:.0e}' if len(numbers) == 3 else 'one size' if numbers else ''
     change = f'{numbers[-1]:.0e}' if numbers else ''
@@ -138,7 +140,7 @@ def row(name: str, report: ConversionReport, numbers: list[float]) -> str:
 
 
 def print_table(models: list[str], size: tuple[int, int] | None, with_reports: bool) -> None:
-    print('| model | converted | tokens | stay | difference | at another size | change at 0.999 |')
+    print('| model | converted | tokens | not converted | difference | at another size | change at 0.999 |')
     print('|---|---|---|---|---|---|---|')
     for name in models:
         model, own_size = build(name)
@@ -151,9 +153,11 @@ def print_table(models: list[str], size: tuple[int, int] | None, with_reports: b
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        'models', nargs='*', help='names of timm models or MM backbones, or configs (default: all of the table)'
+        'models', nargs='*', help='timm models, MM backbones or config files (default: all models of the table)'
     )
-    parser.add_argument('--size', type=int, nargs=2, metavar=('H', 'W'), help='image size (default: that of the model)')
+    parser.add_argument(
+        '--size', type=int, nargs=2, metavar=('H', 'W'), help='image size (default: that of each model)'
+    )
     parser.add_argument('--report', action='store_true', help='print the outcome for each norm')
     parser.add_argument('--debug', action='store_true', help='show the traceback of every error')
     args = parser.parse_args(arguments)
