@@ -19,9 +19,8 @@ from mmdtn.benchmarks.no_gpu import SHARED_MEMORY, Binary, Layer, launches, no_g
 from mmdtn.ops import Settings, dtn_triton, triton_check
 
 HALF = (torch.float16, torch.float16)
-# Bytes per thread: _grid_backward with half precision, _rows on sm_120, and _parameters with 8 channels per head on
-# sm_80, where the assembler aims at 32 registers.
-KNOWN_SPILLS = {80: 8, 90: 16, 120: 40}
+# Bytes per thread that kernels spill in some layers of some models, mostly in half precision on sm_100 and sm_120.
+KNOWN_SPILLS = dict(_grid_backward=40, _columns_backward=40, _rows=8, _parameters=8)
 # What the self-check's layers do not have: wide heads, and other settings.
 OTHERS = [
     Layer(1, 50, 84, 320, 5, Settings()),
@@ -47,10 +46,11 @@ def compile_for(arch, layer):
     return compiled
 
 
-def assert_that_no_registers_spill(arch, compiled):
+def assert_that_no_registers_spill(arch, compiled, known=()):
     for launch in compiled:
         if not isinstance(arch, str):
-            assert Binary(launch.binary).usage['STACK'] <= KNOWN_SPILLS.get(arch, 0), f'{launch.name} spills registers'
+            allowed = dict(known).get(launch.name, 0)
+            assert Binary(launch.binary).usage['STACK'] <= allowed, f'{launch.name} spills registers'
 
 
 LAYERS = checked_layers(triton_check.SHORT) + OTHERS
@@ -78,7 +78,7 @@ def test_all_layers_of_all_models_compile_as_they_are_launched(arch):
 
     for layer in [*checked_layers(triton_check.LONG), *all_layers()]:
         for dtypes in ((torch.float32, torch.float32), HALF, (torch.bfloat16, torch.bfloat16)):
-            assert_that_no_registers_spill(arch, compile_for(arch, layer._replace(dtypes=dtypes)))
+            assert_that_no_registers_spill(arch, compile_for(arch, layer._replace(dtypes=dtypes)), KNOWN_SPILLS)
 
 
 @pytest.mark.parametrize('arch', [75, 'gfx942'])
