@@ -3,7 +3,7 @@
 import warnings
 from typing import Any
 
-__version__ = '0.4.0'
+__version__ = '0.5.0'
 __all__ = ['backbones', 'convert_norms', 'dvt', 'engine', 'evaluation', 'norms', 'selfsup', 'sequences']
 
 try:
