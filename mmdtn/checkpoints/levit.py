@@ -1,4 +1,4 @@
-"""Formats of LeViT checkpoints. They contain the same tensors, so only the keys are translated."""
+"""Formats of LeViT checkpoints. All formats contain the same tensors, so only the keys are translated."""
 
 import bisect
 import re
@@ -23,7 +23,7 @@ def from_timm_levit(state: State) -> State:
         elif key.startswith('stem.'):
             out[key.replace('stem.', 'patch_embed.')] = value
         else:
-            raise ValueError(f"{key} is no key of timm's LeViT.")
+            raise ValueError(f"{key} is not a key of timm's LeViT.")
     return out
 
 
@@ -36,7 +36,7 @@ def from_mmpretrain_levit(state: State) -> State:
         elif match := re.fullmatch(r'stages\.(\d)\.(\d+)\.(?:block\.)?(.+)', key):
             out[_sub_block(int(match[1]), int(match[2]), match[3])] = value
         else:
-            raise ValueError(f"{key} is no key of MMPretrain's LeViT.")
+            raise ValueError(f"{key} is not a key of MMPretrain's LeViT.")
     return out
 
 
@@ -51,7 +51,7 @@ def from_levit(state: State) -> State:
             stage = bisect.bisect_right(starts, int(match[1])) - 1
             out[_sub_block(stage, int(match[1]) - starts[stage], match[2])] = value
         else:
-            raise ValueError(f"{key} is no key of LeViT's authors.")
+            raise ValueError(f"{key} is not a key of the authors' LeViT.")
     return out
 
 
@@ -76,8 +76,8 @@ def _check_norms(backbone: nn.Module) -> str:
     if not any('.norm' in key for key in backbone.state_dict()):
         return ''
     return (
-        'have no norm before attention and MLPs, but the target has one. With the same weights it would compute '
-        'something else. Build it with norm_cfg=None.'
+        'have no norm before attention and MLPs, but the target has one. With the same weights, the target would '
+        'compute different outputs. Set norm_cfg=None.'
     )
 
 

@@ -198,7 +198,7 @@ def test_pretrained_classifier_gives_a_backbone_of_maps_and_logs_what_it_left(tm
     for name, p in model.named_parameters():
         assert torch.equal(p, classifier.state_dict()[name]), name
     text = log.read_text()
-    assert 'dropped cls_token: the target has no such part' in text and 'keeps its own start' not in text
+    assert 'dropped cls_token: the target has no such part' in text and 'keeps its initial value' not in text
 
 
 @pytest.mark.parametrize(

@@ -51,7 +51,7 @@ def test_heads_and_prenorm_of_pvt(converted, capsys):
 def test_the_class_token_of_vit(converted):
     file = converted(published.timm_vit().file, 't')
     start(ViTDTN, file, arch='t', norm_cfg=WARM, cls_from=0)
-    with pytest.raises(ValueError, match='the file cls_from=0, not 10'):
+    with pytest.raises(ValueError, match='cls_from=0, not 10'):
         start(ViTDTN, file, arch='t', norm_cfg=WARM)
 
 

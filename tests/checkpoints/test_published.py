@@ -24,7 +24,7 @@ def test_outputs_are_the_peers(make, tmp_path, monkeypatch, capsys):
     arguments = [source, '--to', peer.to, '--out', converted, '--from', peer.said]
     monkeypatch.setattr(sys, 'argv', ['convert.py', *map(str, arguments)])
     command.main()
-    assert 'keeps its own start' not in capsys.readouterr().out
+    assert 'keeps its initial value' not in capsys.readouterr().out
     ours = MODELS.build(dict(norm_cfg=dict(type='LN')) | peer.backbone).eval()
     x = torch.randn(2, 3, peer.side, peer.side)
     expected = peer.compute(x)

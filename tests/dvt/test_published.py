@@ -130,9 +130,9 @@ def shorten(key):
         (without('normal_token.head.weight'), r'no exits\.2\.head\.weight'),
         (cut_last_exit, r'no exits\.2\.'),
         (other_positions, r'less_token\.pos_embed is not the table of sines'),
-        (rename('normal_token.norm.bias', 'normal_token.norm.bais'), r'normal_token\.norm\.bais is no key'),
+        (rename('normal_token.norm.bias', 'normal_token.norm.bais'), r'normal_token\.norm\.bais'),
         (shorten('normal_token.blocks.0.attn.proj.bias'), r'exits\.2\.blocks\.0\.attn\.proj\.bias is \(127,\)'),
-        (lambda f: f.update({'extra.weight': torch.ones(1)}), r'extra\.weight is no key'),
+        (lambda f: f.update({'extra.weight': torch.ones(1)}), r'extra\.weight'),
         (lambda f: f.update({'normal_token.blocks.3.norm1.bias': torch.ones(128)}), r'no exits\.2\.blocks\.3\.norm1'),
     ],
 )
