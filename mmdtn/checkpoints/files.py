@@ -110,7 +110,9 @@ def load(source: str) -> Any:
         except Exception as error:  # zipfile, zlib and struct raise different errors
             raise UnreadableFile(f'{source} is damaged: {error}') from None
         if damaged:
-            raise UnreadableFile(f'{source} is damaged: the checksum of {damaged} is wrong. Download the file again.')
+            raise UnreadableFile(
+                f'{source} is damaged: the checksum of its part {damaged} is wrong. Download the file again.'
+            )
     try:
         with torch.serialization.safe_globals(PLAIN_DATA):
             return torch.load(io.BytesIO(data), map_location='cpu', weights_only=True)

@@ -139,7 +139,7 @@ def test_half_precision_keeps_the_shift_far_from_the_origin():
     ('backbone', 'options', 'words'),
     [
         (ViTDTN, dict(rpe='lokal'), "rpe='lokal'.*True, 'local'"),
-        (ViTDTN, dict(norm_cfg=LN, rpe=True, cls_from=0), r'grid that rpe needs.*cls_from should be 10 or more'),
+        (ViTDTN, dict(norm_cfg=LN, rpe=True, cls_from=0), r'rpe.*dtn_layers=10.*cls_from'),
         (ViTDTN, dict(norm_cfg=LN, rpe=True, dtn_layers=12), 'cannot join before block 12'),
         (PVTDTN, dict(rpe='Local'), "rpe='Local'"),
         (PVTDTN, dict(norm_cfg=LN, rpe=True, dtn_stages=(3,), out_type='cls_token'), '3 .*dtn_stages'),
