@@ -218,8 +218,8 @@ def test_another_norm_is_refused(state, model, words):
         (partial(files.plain_vit, 192), ['t'], '--norm LN'),
         (partial(files.plain_vit, 192), ['t', '--norm', 'GN'], '--norm GN is not'),
         (partial(files.plain_vit, 192, 'batch'), ['t', '--norm', 'LN'], 'bn.running_var'),
-        (partial(files.vit, 192, kind='scale'), ['t*', '--norm', 'LN'], 'by its tensors'),
-        (partial(files.vit, 192, bias=True), ['t', '--norm', 'LN'], 'by its tensors'),
+        (partial(files.vit, 192, kind='scale'), ['t*', '--norm', 'LN'], '--norm LN is not'),
+        (partial(files.vit, 192, bias=True), ['t', '--norm', 'LN'], '--norm LN is not'),
         (partial(files.vit, 192, kind='dtn', heads=4, inside=12), ['t*'], 'before block 12'),
     ],
 )
