@@ -1,4 +1,4 @@
-"""T2T-ViT, a Vision Transformer whose tokens are computed by three soft splits and two small attention layers."""
+"""T2T-ViT, a Vision Transformer that computes its tokens by three soft splits and two small attention layers."""
 
 import math
 from collections.abc import Sequence
@@ -33,8 +33,8 @@ UP = 2.0**20
 class T2TViTDTN(PlainBackbone):
     """T2T-ViT (arXiv 2101.11986) with DTN in its first blocks, on maps ``B x H x W x C``.
 
-    The token module, which precedes the blocks, does not support DTN. Its grid has up to a fourth of the image's side,
-    which is too large for DTN. By default, the position embedding is a fixed table of sines.
+    The token module before the blocks does not support DTN, because its grid is too large. The side of this grid is up
+    to a fourth of the image's side. By default, the position embedding is a fixed table of sines.
 
     Args:
         arch: ``'t-14' | 't-19' | 't-24'``, whose token module has transformer layers; ``'7' | '10' | '12' | '14' |

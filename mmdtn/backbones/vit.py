@@ -1,4 +1,4 @@
-"""Vision Transformers with one resolution, with DTN or another normaliser in their blocks."""
+"""Vision Transformers whose feature maps have a single resolution, with DTN or another normaliser in their blocks."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -150,7 +150,7 @@ class PlainBackbone(Backbone):
         outs = {}
         for i, block in enumerate(self.blocks):
             if i == self.cls_from:
-                # The tokens become one row, with the class token first. DTN also gets the grid of the other tokens.
+                # The tokens are flattened to one row that starts with the class token. DTN also needs their grid.
                 grid = shape[1:3]
                 cls = self.cls_token.expand(x.shape[0], -1, -1, -1).to(x.dtype)
                 x = torch.cat((cls, x.flatten(1, 2)[:, None]), 2)
@@ -223,7 +223,7 @@ class ViTDTN(PlainBackbone):
         patch_embed = nn.Conv2d(in_channels, a['width'], patch_size, patch_size)
         pos_embed = nn.Parameter(torch.zeros(1, side, side, a['width']))
         shared = ViTOptions(**options)
-        # All norms have the same eps. Published DTN models use torch's default, and timm's ViT and DeiT use 1e-6.
+        # All norms use the same eps. Published DTN models use torch's default, and timm's ViT and DeiT use 1e-6.
         eps = shared.norm_cfg.get('eps', 1e-5 if needs_grid(shared.norm_cfg) else 1e-6)
         super().__init__(a, patch_embed, pos_embed, shared, eps=eps, qkv_bias=True, rpe=rpe)
         self.patch_size = patch_size
@@ -237,7 +237,7 @@ def _vit(width: int, num_heads: int) -> dict[str, Any]:
     return dict(width=width, depth=12, num_heads=num_heads, mlp_ratio=4)
 
 
-# A star marks the numbers of heads of the published DTN models.
+# Architectures with a star have the number of heads of the published DTN models.
 ARCHS = {
     't': _vit(192, 3),
     't*': _vit(192, 4),

@@ -27,7 +27,7 @@ NORMS: dict[str, dict[str, Any]] = {
     'dtn_pool': NORM_CFG,
     'dtn_var': NORM_CFG | dict(mean_lambda=1.0),
 }
-# These norms have a weight and a bias each, so the tensors do not distinguish them. The keys are values of --norm.
+# Each of these norms has a weight and a bias, so their tensors look the same. The keys are the values of --norm.
 CHOICES_OF_VIT = {'LN': LN_1E_5, 'IN': NORMS['insnorm'], 'GN': NORMS['gnorm']}
 CHOICES_OF_PVT = CHOICES_OF_VIT | {'LN': NORMS['layer']}
 TOLD = r'.*\.norm[12]\.(var_norm_weight|scale|bn\.running_var|running_phi)$'
@@ -59,7 +59,7 @@ def from_dtn_vit_with_layernorm(state: State) -> State:
 def from_dtn_plain_vit(state: State) -> State:
     """Translates the authors' other ViT.
 
-    This ViT has its class token from the first block on, and always LayerNorm before MLPs.
+    The class token of this ViT joins before the first block. The normaliser before MLPs is always LayerNorm.
     """
     if other := [key for key in state if re.search(r'\.norm\.(scale|bn\.running_var|running_phi)$', key)]:
         raise ValueError(
@@ -92,7 +92,7 @@ def _rename_norms(state: State) -> State:
     """Renames the parameters and buffers of norms.
 
     The authors' DTN layers project (dx, dy, dx^2 + dy^2) to scores. Their offset (dx, dy) points from key to query. The
-    offset of this package points from query to key, so the signs of dx and dy change.
+    offset in this package points from query to key, so the signs of dx and dy are flipped.
     """
     out: State = {}
     for key, value in state.items():
@@ -110,7 +110,7 @@ def _rename_norms(state: State) -> State:
 
 
 def _without_ones(value: Tensor, part: str) -> Tensor:
-    """Removes dimensions of size 1, which the authors' PowerNorm has in its tensors and its counter."""
+    """Removes dimensions of size 1 from the tensors of the authors' PowerNorm."""
     return value.reshape(()) if part == 'iters' else value.flatten() if value.dim() == 4 else value
 
 
@@ -164,7 +164,7 @@ def _settings_of_pvt(state: State) -> dict[str, Any]:
 
 
 def _check_class_token(backbone: nn.Module) -> str:
-    """Returns an error message if the class token of ``backbone`` joins before another block than in the file, or ''.
+    """Returns an error message if the class token of ``backbone`` joins at the wrong block, otherwise ''.
 
     In the authors' ViT, the class token joins after the blocks whose normaliser is not LayerNorm.
     """
@@ -182,8 +182,8 @@ def _check_class_token(backbone: nn.Module) -> str:
 def _heads_of_vit(attention: str, state: State) -> int | tuple[int, ...] | None:
     """Returns the number of heads of an attention layer, or all possible numbers.
 
-    The DTN layers of a block determine the number. Without DTN the width determines it, but T and T* have the same
-    width, and so have B and B*.
+    With DTN, the tensors determine the number. Without DTN, the width determines it, except that T and T* have the same
+    width, and so do B and B*.
     """
     for norm in (attention.removesuffix('attn') + 'norm1', 'blocks.0.norm1'):
         if (own := state.get(f'{norm}.var_mix')) is not None:

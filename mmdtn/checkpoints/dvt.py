@@ -9,7 +9,7 @@ from .format import Format, State
 from .t2t import is_sines
 
 PREFIXES = ('less_less_token', 'less_token', 'normal_token')  # 7 x 7, 10 x 10, 14 x 14 tokens
-# Pairs of our name and the authors' name of a part of an exit. "resuse" is the authors' spelling.
+# Each pair has the name of a module in this package and in the authors' code, which spells "reuse" as "resuse".
 NAMES = [
     ('stem.proj.', 'patch_embed.proj.'),
     ('stem.project.', 'tokens_to_token.project.'),
@@ -79,14 +79,14 @@ def to_dvt(model: nn.Module) -> State:
 
 
 def _computes(exit: nn.Module) -> bool:
-    """Returns whether an exit computes its positions. Published files also contain computed positions."""
+    """Returns whether an exit computes its position table. Published files also contain computed tables."""
     return 'pos_embed' in dict(exit.named_buffers(recurse=False))
 
 
 def _heads(attention: str, state: State) -> int | None:
     """Returns the number of heads, determined from the channels of relation reuse.
 
-    Models without relation reuse have 64 channels per head if their width is a published one.
+    Without relation reuse, models of a published width have 64 channels per head. For other widths, returns None.
     """
     relations = state.get('exits.1.relations.conv2.bias')
     if relations is not None:

@@ -29,7 +29,7 @@ class UnfitFile(UserError, ValueError):
 
 
 class _Log:
-    """Replaces MMEngine's HistoryBuffer, whose unpickling looks up functions by name. The logs are not used here."""
+    """Stand-in for MMEngine's HistoryBuffer, which looks up functions by name when it is unpickled."""
 
 
 # Types in MMEngine's checkpoints other than tensors. None of them runs code when it is unpickled.
@@ -107,7 +107,7 @@ def load(source: str) -> Any:
         # torch does not verify the checksums in its files, so it would load a flipped bit without an error.
         try:
             damaged = zipfile.ZipFile(io.BytesIO(data)).testzip()
-        except Exception as error:  # zipfile, zlib and struct raise different errors
+        except Exception as error:  # zipfile raises many types of errors for damaged files
             raise UnreadableFile(f'{source} is damaged: {error}') from None
         if damaged:
             raise UnreadableFile(
@@ -116,7 +116,7 @@ def load(source: str) -> Any:
     try:
         with torch.serialization.safe_globals(PLAIN_DATA):
             return torch.load(io.BytesIO(data), map_location='cpu', weights_only=True)
-    except Exception as error:  # pickle, zipfile and torch raise many kinds of errors
+    except Exception as error:  # torch raises many types of errors for damaged files
         reason = str(error).strip().splitlines() or [type(error).__name__]
         raise UnreadableFile(
             f'{source} ({len(data)} bytes) is not a checkpoint that can be loaded without running code from it. It may '

@@ -17,7 +17,7 @@ def from_timm_levit(state: State) -> State:
     for key, value in without(state, COMPUTED).items():
         if match := re.fullmatch(r'stages\.(\d)\.(downsample|blocks\.(\d+))\.(.+)', key):
             stage, block, rest = int(match[1]), match[3], match[4].replace('attn_downsample.', 'attn.')
-            # timm has a separate module `downsample`. In our stages it is the first block.
+            # timm has a separate module `downsample`. In this package, this module is the first block of a stage.
             index = 0 if block is None else int(block) + (stage > 0)
             out[f'stages.{stage}.blocks.{index}.{rest}'] = value
         elif key.startswith('stem.'):

@@ -1,4 +1,4 @@
-"""Compares a backbone with the backbone that a checkpoint comes from, whose config the checkpoint may contain."""
+"""Compares a backbone with the config of the backbone that a checkpoint was saved from."""
 
 import ast
 import inspect
@@ -23,7 +23,7 @@ def backbone_settings(checkpoint: Any) -> dict[str, Any] | None:
 
     The settings come from the arguments of a training script, or from the config that MMEngine's runner saves in the
     checkpoint's ``meta``. Returns None if the checkpoint has neither of them. The config is parsed as data and never
-    executed. A config that is not plain data is ignored.
+    executed. If it is not plain data, it is ignored.
     """
     if told := settings_by_arguments(checkpoint):
         return told[1]
@@ -55,7 +55,7 @@ class _AsLiterals(ast.NodeTransformer):
 
 
 def check_origin(settings: Mapping[str, Any], backbone: nn.Module, resize: bool = False) -> bool:
-    """Raises ValueError if ``backbone`` computes different outputs than a backbone with ``settings`` and equal weights.
+    """Raises ValueError if a backbone with ``settings`` and the same weights computes different outputs.
 
     Returns whether the two were compared. Settings of another package's backbone cannot be compared. With ``resize``,
     computed position embeddings may have different sizes.
@@ -63,7 +63,7 @@ def check_origin(settings: Mapping[str, Any], backbone: nn.Module, resize: bool 
     said = dict(settings)
     kind = said.pop('type', None)
     if MODELS.get(kind if isinstance(kind, str) else '') is not type(backbone):
-        return False  # a backbone of another package
+        return False  # the backbone is from another package
     try:
         with torch.device('meta'):  # allocates no memory
             origin = type(backbone)(**said | dict(init_cfg=None))
@@ -94,7 +94,7 @@ def check_origin(settings: Mapping[str, Any], backbone: nn.Module, resize: bool 
 
 
 def _different_norms(name: str, other: nn.Module | None, module: nn.Module) -> list[str]:
-    """Returns how a norm differs from the norm of the file. Replacing LayerNorm by another norm is allowed."""
+    """Lists the differences between a norm and the norm in the file. Replacing LayerNorm is not a difference."""
     differences = []
     norms = isinstance(module, (DTN, nn.LayerNorm)) and isinstance(other, (DTN, nn.LayerNorm))
     before, after = (getattr(m, 'eps', None) for m in (other, module))
@@ -126,5 +126,5 @@ def _in_evaluation(norm: nn.Module) -> dict[str, Any]:
 
 
 def in_one_line(norm: nn.Module) -> str:
-    """Returns the class of a norm and its arguments other than defaults."""
+    """Returns the class name and the arguments of a norm."""
     return f'{type(norm).__name__}({norm.extra_repr()})'

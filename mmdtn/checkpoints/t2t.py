@@ -30,7 +30,7 @@ def from_t2t(state: State) -> State:
     for key, value in state.items():
         if key == 'cls_token':
             table = state.get('pos_embed', sines(1, value.shape[-1])[None])
-            out[key] = (value.double() + table[:, :1].double())[:, None]  # the target's dtype rounds once
+            out[key] = (value.double() + table[:, :1].double())[:, None]  # float64 avoids rounding twice
         elif key == 'pos_embed':
             side = _side(value)
             out[key] = value[:, 1:].reshape(1, side, side, -1)
@@ -55,7 +55,7 @@ def _unified(key: str, value: Tensor) -> tuple[str, Tensor]:
 
 
 def _token_layer(key: str, value: Tensor) -> State:
-    if '.kqv.' in key:  # a performer layer, whose order is key, query, value
+    if '.kqv.' in key:  # performer layers concatenate key, query and value in this order
         k, q, v = value.chunk(3)
         return {key.replace('kqv', 'qkv'): torch.cat((q, k, v))}
     key = key.replace('.mlp.0.', '.fc1.').replace('.mlp.2.', '.fc2.')
@@ -125,7 +125,7 @@ def _norms(norm: str, state: State) -> Sequence[dict[str, Any]]:
 
 
 def _computed(ours: State, backbone: nn.Module) -> dict[str, str]:
-    """Returns the position table of the file as computed if the model computes the same table."""
+    """Returns the key of the position table, with the reason, if the model computes the same table itself."""
     table, own = ours.get('pos_embed'), dict(backbone.named_buffers()).get('pos_embed')
     if table is None or own is None:  # a learned position embedding accepts any table
         return {}
@@ -147,7 +147,7 @@ def _computed(ours: State, backbone: nn.Module) -> dict[str, str]:
 def published_t2t_heads(attention: str, state: State) -> tuple[int, ...]:
     """Returns the possible numbers of heads in published T2T-ViTs.
 
-    Heads have 64 channels, except in t2t_vit_14_resnext. It has 32 heads and the same tensors as t2t_vit_14.
+    Heads have 64 channels, except in t2t_vit_14_resnext. This model has 32 heads and the same tensors as t2t_vit_14.
     """
     heads = published_heads(attention, state)
     performer = 'patch_embed.attention1.features' in state

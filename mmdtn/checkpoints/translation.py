@@ -32,7 +32,7 @@ DTN_PARAMETERS = ('mean_mix', 'var_mix', 'position')
 class TranslationReport:
     """Lists what happened to the tensors of a file and to the parameters of a model.
 
-    Attributes:
+    Args:
         format: Format of the file.
         used: Number of tensors that were loaded.
         dropped: Keys of the file that were not loaded, each with the reason.
@@ -119,7 +119,7 @@ def translate(
 
 def split(state: State) -> tuple[State, State]:
     """Splits a state dict into the tensors of the backbone and those of necks and heads."""
-    for prefix in ('backbone.', 'teacher.module.backbone.'):  # the second is the prefix in DINO
+    for prefix in ('backbone.', 'teacher.module.backbone.'):  # the second prefix is that of DINO
         if any(key.startswith(prefix) for key in state):
             theirs = {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
             return theirs, {key: value for key, value in state.items() if not key.startswith(prefix)}
@@ -130,7 +130,7 @@ def split(state: State) -> tuple[State, State]:
 
 
 def _heads_as_in(target: State, rest: State) -> State:
-    """Renames the last layer as in the target, and the one or two heads of LeViT as in MMPretrain."""
+    """Renames the tensors of the head. The last layer is named as in ``target``, and LeViT as in MMPretrain."""
     last = next((name for name in LAST_LAYERS if any(key.startswith(name) for key in target)), LAST_LAYERS[0])
     out: State = {}
     for key, value in rest.items():
@@ -194,7 +194,7 @@ def _resize(key: str, value: Tensor, want: Tensor) -> Tensor | None:
 
 
 def _check_heads(ours: State, backbone: nn.Module, name: str, configured: bool) -> None:
-    """Raises ValueError if an attention layer has another number of heads than in the file. Shapes do not show this."""
+    """Raises ValueError if the number of heads differs from the file. The shapes of tensors do not show this."""
     for key in ours:
         if not re.search(r'\.attn\.(q|qkv)\.weight$', key) or (FORMATS[name].is_own and configured):
             continue
@@ -215,7 +215,7 @@ def _check_heads(ours: State, backbone: nn.Module, name: str, configured: bool) 
 
 
 def _check_norms(ours: State, backbone: nn.Module, name: str, warm_start: float | None) -> None:
-    """Raises ValueError if a norm differs from the norm in the file. Does nothing if the format does not specify it."""
+    """Raises ValueError if a norm differs from the norm in the file, provided that the format specifies the norm."""
     modules = dict(backbone.named_modules())
     for norm in sorted({match[1] for key in ours if (match := re.match(r'(.*\bnorm[0-3]?)\.', key))} & modules.keys()):
         possible = FORMATS[name].norms(norm, ours)
@@ -236,7 +236,7 @@ def _as_code(cfg: Mapping[str, Any]) -> str:
 
 
 def _is_norm(modules: Mapping[str, nn.Module], norm: str, cfg: Mapping[str, Any], warm_start: float | None) -> bool:
-    """Returns whether a norm is the one that ``cfg`` describes. A warm start may replace LayerNorm by DTN."""
+    """Returns whether a norm has the settings in ``cfg``. A warm start may replace LayerNorm by DTN."""
     module = modules[norm]
     if warm_start is not None and cfg['type'] == 'LN' and isinstance(module, DTN):
         return module.eps == cfg['eps']
@@ -252,7 +252,7 @@ def _is_norm(modules: Mapping[str, nn.Module], norm: str, cfg: Mapping[str, Any]
 
 
 def _check_eps(ours: State, theirs: State, backbone: nn.Module, name: str) -> None:
-    """Raises ValueError if a norm has another eps than in the file."""
+    """Raises ValueError if the eps of a norm differs from its eps in the file."""
     for norm, module in backbone.named_modules():
         if not isinstance(module, (nn.LayerNorm, DTN)) or f'{norm}.weight' not in ours:
             continue
@@ -287,7 +287,7 @@ def _fill(
 ) -> State:
     """Returns values for parameters that the file lacks: start values of DTN, or zeros for missing biases.
 
-    Parameters at the end of the backbone keep their initial values. All other missing parameters are an error.
+    Parameters at the end of the backbone keep their initial values. Other missing parameters raise an error.
     """
     out = {}
     missing = [key for key in target if key not in ours]

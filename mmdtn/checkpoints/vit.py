@@ -11,7 +11,7 @@ from .format import Format, State
 def from_timm_vit(state: State) -> State:
     """Translates timm's ``vit_*`` and ``deit_*`` with a class token.
 
-    The position embedding must be square. It may start with the position of the class token.
+    The position embedding must be square, and may start with the position of the class token.
     """
     out: State = {}
     for key, value in state.items():
@@ -20,10 +20,10 @@ def from_timm_vit(state: State) -> State:
         if key == 'pos_embed':
             side = int(value.shape[1] ** 0.5)
             out[key] = value[:, value.shape[1] - side * side :].reshape(1, side, side, -1)
-        elif key == 'cls_token':  # without a position here, so that it can join before any block
+        elif key == 'cls_token':  # includes its position, so that the token can join before any block
             position = state['pos_embed']
             leads = position.shape[1] != int(position.shape[1] ** 0.5) ** 2
-            out[key] = (value.double() + position[:, :1].double() if leads else value)[:, None]  # rounded later
+            out[key] = (value.double() + position[:, :1].double() if leads else value)[:, None]
         elif '.attn.qkv.' in key:
             C = value.shape[0] // 3
             out[key.replace('qkv', 'q')], out[key.replace('qkv', 'kv')] = value[:C], value[C:]
@@ -69,7 +69,7 @@ def _settings(state: State) -> dict[str, int]:
 
 
 def published_heads(attention: str, state: State) -> int:
-    return state[f'{attention}.q.weight'].shape[0] // 64  # 64 channels per head in ViT, DeiT and most T2T-ViT
+    return state[f'{attention}.q.weight'].shape[0] // 64  # ViT, DeiT and most T2T-ViTs have 64 channels per head
 
 
 def check_class_token(backbone: nn.Module) -> str:

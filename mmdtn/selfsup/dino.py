@@ -16,7 +16,7 @@ from torch.nn.utils.parametrizations import weight_norm
 from .ema import TeacherEMA
 from .knn import image_vectors
 
-GLOBAL_VIEWS = 2  # number of views per image that the teacher sees; they come first
+GLOBAL_VIEWS = 2  # the teacher sees the first two views of each image
 
 
 class Distillation(NamedTuple):
@@ -102,7 +102,7 @@ class DINOHead(BaseModule):
 
 
 class BackboneAndHead(BaseModule):
-    """Student or teacher: a backbone that returns one vector per image, followed by a head."""
+    """Backbone that returns one vector per image, followed by a head. Student and teacher are of this class."""
 
     def __init__(self, backbone: nn.Module, head: nn.Module) -> None:
         super().__init__()
@@ -121,17 +121,15 @@ class BackboneAndHead(BaseModule):
 
 @MODELS.register_module()
 class DINO(BaseModel):
-    """Trains a backbone to give the same output for different views of an image (DINO, arXiv 2104.14294).
+    """Trains a backbone to return the same output for different views of an image (DINO, arXiv 2104.14294).
 
     The student sees all views. The teacher is a moving average of the student and sees the first two views. Training
     requires :class:`DINOHook`, which updates the teacher and clips the gradients. All modes other than ``'loss'`` use
     the backbone of the teacher.
 
-    The losses for the log include three other values:
-
-    - ``teacher_entropy`` is the entropy of the teacher's output. The teacher collapses if it approaches 0 or ``log K``.
-    - ``kl`` is the divergence of the student from the teacher.
-    - ``centre_norm`` is the norm of the centre.
+    The log also shows ``teacher_entropy``, the entropy of the teacher's output. Training has collapsed if this entropy
+    is close to 0 or to ``log K``. ``kl`` is the divergence of the student from the teacher. ``centre_norm`` is the norm
+    of the centre.
 
     Args:
         backbone: Config of a backbone whose last output is a vector ``B x C`` or a map. Maps are averaged.
@@ -216,7 +214,7 @@ class DINO(BaseModel):
 
     @torch.no_grad()
     def move_centre(self, teacher: Tensor) -> None:
-        """Moves the centre towards the mean output of the teacher over views, batch and processes."""
+        """Moves the centre towards the mean output of the teacher. The mean is over views, images and processes."""
         mean = teacher.to(self.centre.dtype).mean((0, 1))
         all_reduce(mean, 'mean')
         self.centre.lerp_(mean, 1 - self.centre_momentum)

@@ -14,8 +14,8 @@ class TeacherEMA(ExponentialMovingAverage):
     ``m_t = 1 - (1 - momentum) * (1 + cos(pi * t / N)) / 2``. The teacher starts as a copy of the student and gets no
     gradients. It is always in evaluation mode, so stochastic depth is disabled.
 
-    This class is needed because MMPretrain's ``CosineEMA`` only copies the student in the first step, and MMEngine's
-    ``EMAHook`` swaps the weights of the two models for validation.
+    MMPretrain's ``CosineEMA`` cannot be used, because it only copies the student in the first step. MMEngine's
+    ``EMAHook`` cannot be used, because it swaps the weights of the two models for validation.
 
     Args:
         student: Module to average.

@@ -1,4 +1,4 @@
-"""Hook for the training of DINO."""
+"""Hook that clips the gradients of DINO and updates its teacher."""
 
 import math
 from typing import Any

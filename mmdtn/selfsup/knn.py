@@ -31,7 +31,7 @@ def image_vectors(outputs: Any) -> Tensor:
 
 @torch.no_grad()
 def features_of(model: Any, batch: dict) -> Features:
-    """Computes the features of a batch with a model that has ``extract_feat``, such as those of MMPretrain or DINO."""
+    """Computes the features of a batch with ``extract_feat``, which DINO and the models of MMPretrain have."""
     data = model.data_preprocessor(batch, False)
     vectors = F.normalize(image_vectors(model.extract_feat(data['inputs'])).float(), dim=1)
     samples = data['data_samples'] or []

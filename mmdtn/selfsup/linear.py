@@ -10,7 +10,7 @@ from mmengine.model import BaseModel, BaseModule
 from mmengine.registry import METRICS, MODELS
 from torch import Tensor, nn
 
-# For each kind of features, the options of the backbone and the number of vectors that it returns.
+# Maps the name of each kind of features to the options of the backbone and the number of vectors that it returns.
 FEATURES: dict[str, tuple[dict[str, Any], int]] = {
     'cls+mean': (dict(out_type='cls+mean'), 2),
     'last4': (dict(out_type='cls_token', out_indices=(-4, -3, -2, -1)), 4),

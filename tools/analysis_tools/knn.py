@@ -51,7 +51,7 @@ def configure(args: argparse.Namespace) -> Config:
             f'{args.data or args.config} has no training or no test data. Name a config that has both with --data.'
         )
     pipeline = innermost(queries.dataset).pipeline
-    # Without the wrappers, a repeated dataset has each image once.
+    # Without dataset wrappers, each training image occurs once.
     images = dict(innermost(data.train_dataloader.dataset), pipeline=pipeline, test_mode=True)
     loader = dict(
         batch_size=args.batch_size,
@@ -77,7 +77,7 @@ def configure(args: argparse.Namespace) -> Config:
 
 
 def innermost(dataset: Any) -> Any:
-    """Returns the config of the dataset inside wrappers, which has the pipeline."""
+    """Returns the config of the innermost dataset of nested dataset wrappers, which contains the pipeline."""
     while 'dataset' in dataset:
         dataset = dataset.dataset
     return dataset

@@ -1,4 +1,4 @@
-"""Converts a published checkpoint to a checkpoint of this package, optionally from LayerNorm to DTN.
+"""Converts a published checkpoint to a checkpoint of this package. Optionally replaces LayerNorm by DTN.
 
 The result can be loaded by init_cfg=dict(type='Pretrained', checkpoint=..., prefix='backbone.'), by load_from, and by
 tools/test.py.
