@@ -166,9 +166,9 @@ def test_files_of_other_models_are_refused():
 
 def test_models_that_the_layout_cannot_hold_are_not_exported():
     arch = dict(base='deit-s', width=48, depth=1, num_heads=3)
-    with pytest.raises(ValueError, match=r'no place for exits\.0\.blocks\.0\.norm1\.alpha'):
+    with pytest.raises(ValueError, match=r'exits\.0\.blocks\.0\.norm1\.alpha'):
         checkpoints.to_dvt(DVT(arch, grids=(2, 4), img_size=32, norm_cfg=dict(type='DyT')))
-    with pytest.raises(ValueError, match='three exits, but the model has 4'):
+    with pytest.raises(ValueError, match='model has 4'):
         checkpoints.to_dvt(DVT(arch, grids=(2, 4, 4, 8), img_size=32))
 
 
