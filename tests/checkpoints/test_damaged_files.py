@@ -1,4 +1,4 @@
-"""Files cut short, damaged, of another kind or changed: an error that says what is wrong, or the right model."""
+"""Truncated, damaged and changed files are either loaded correctly or raise an error that states the reason."""
 
 import http.server
 import io

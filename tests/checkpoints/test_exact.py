@@ -1,4 +1,4 @@
-"""In float64, our model computes what the published arithmetic makes of a file, and wrong models are refused.
+"""Our models compute the same as reference implementations in float64, and wrong models raise errors.
 
 ``python -m tests.checkpoints.cases`` prints the largest difference for each file.
 """
@@ -242,7 +242,7 @@ def test_arguments_of_the_training_go_before_what_is_said(model, norm_type, argu
 
 
 def test_a_model_takes_a_training_file_only_with_its_norm(tmp_path):
-    """By the arguments in the file: with other norms the same tensors fit."""
+    """The arguments in the file determine the norm, because other norms have the same tensors."""
     args = Namespace(model='pvt_tiny_norm', norm_type='gnorm')
     torch.save(dict(state_dict=files.pvt(), args=args), tmp_path / 'theirs.pth')
     init_cfg = dict(type='Pretrained', checkpoint=str(tmp_path / 'theirs.pth'))
@@ -274,7 +274,7 @@ def test_files_of_t2t_vits_transfer_learning_are_read(tmp_path):
 
 
 def test_the_head_of_the_dtn_authors_plain_vit():
-    """Its classifier is the second part of ``mlp_head``, whose first is the last norm."""
+    """The classifier is the second part of ``mlp_head``. The first part is the last norm."""
     whole = torch.nn.Module()
     whole.backbone = ViTDTN('t', norm_cfg=dict(LN, eps=1e-5))
     whole.head = torch.nn.ModuleDict(dict(fc=torch.nn.Linear(192, 10)))

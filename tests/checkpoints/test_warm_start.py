@@ -1,4 +1,4 @@
-"""A LayerNorm model turned into a DTN model computes, at first, what it did."""
+"""A LayerNorm model that is converted to DTN initially computes the same outputs."""
 
 from functools import partial
 from pathlib import Path
