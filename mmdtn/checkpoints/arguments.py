@@ -1,7 +1,7 @@
 """Determines the model of a checkpoint from the arguments of the training script that wrote it.
 
-Checkpoints of timm's training script contain these arguments. The model name determines the number of heads, and
-``norm_type`` determines the normaliser. The tensors of a checkpoint do not always determine the two.
+Checkpoints of timm's training script contain the arguments of the script. The model name determines the number of
+heads, and ``norm_type`` determines the normaliser. The tensors of a checkpoint do not always determine the two.
 """
 
 import argparse

@@ -1,6 +1,7 @@
 """Translates published checkpoints to models of this package.
 
-Every tensor of the file is either used or listed in the report. If the file does not fit the model, an error is raised.
+Every tensor of the checkpoint is either used or listed in the report. If the checkpoint does not fit the model, an
+error is raised.
 """
 
 import math

@@ -20,9 +20,9 @@ from .dino import DINO
 class DINOHook(Hook):
     """Hook that clips the gradients before each optimizer step and updates the teacher of :class:`DINO` after it.
 
-    The gradients are clipped in a pre-step hook of torch's optimizer, which works with every optimizer wrapper. By
-    then, gradients are accumulated and unscaled. The only exception is an optimizer with ``fused=True`` and a gradient
-    scaler, because such an optimizer unscales the gradients itself.
+    The gradients are clipped in a pre-step hook of torch's optimizer, which works with every optimizer wrapper. When
+    the pre-step hook runs, gradients are already accumulated and unscaled. The only exception is an optimizer with
+    ``fused=True`` and a gradient scaler, because such an optimizer unscales the gradients itself.
 
     Args:
         clip_grad: Maximum norm of the gradient of each single parameter. None disables clipping.
