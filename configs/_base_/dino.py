@@ -1,4 +1,4 @@
-# DINO's training (arXiv 2104.14294) without data, backbone and length: the head, the loss, and what is not decayed.
+# Common settings of DINO (arXiv 2104.14294). Configs based on this file define backbone, data and number of epochs.
 _base_ = './mmpretrain_runtime.py'
 model = dict(type='DINO', backbone=dict(type='ViTDTN', drop_path_rate=0.1), head=dict(type='DINOHead'))
 optim_wrapper = dict(
@@ -6,12 +6,12 @@ optim_wrapper = dict(
     paramwise_cfg=dict(
         norm_decay_mult=0.0,
         bias_decay_mult=0.0,
-        flat_decay_mult=0.0,  # of vectors; the positions of DTN and of rpe are matrices
+        flat_decay_mult=0.0,  # vectors; the positions of DTN and rpe are matrices, so custom_keys lists them
         custom_keys={name: dict(decay_mult=0.0) for name in ('.norm1.', '.norm2.', 'rpe.position')},
     ),
 )
 custom_hooks = [dict(type='DINOHook'), *_base_.custom_hooks]
-# The colours of each view, on PIL images, as in the published code.
+# Colour augmentation of each view on PIL images, as in the published code.
 colours = [
     dict(type='torchvision/RandomHorizontalFlip', p=0.5),
     dict(
@@ -20,5 +20,5 @@ colours = [
         transforms=[dict(type='torchvision/ColorJitter', brightness=0.4, contrast=0.4, saturation=0.2, hue=0.1)],
     ),
     dict(type='torchvision/RandomGrayscale', p=0.2),
-    dict(type='PILToNumpy', to_bgr=True),  # the order of all other MM images
+    dict(type='PILToNumpy', to_bgr=True),  # channel order of MMCV
 ]

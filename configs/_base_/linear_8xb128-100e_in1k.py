@@ -1,13 +1,14 @@
-# DINO's linear evaluation of a frozen backbone on ImageNet, 8 GPUs with 128 images each. A model adds its backbone.
+# DINO's linear evaluation of a frozen backbone on ImageNet, on 8 GPUs with 128 images each. Configs based on this file
+# define the backbone.
 _base_ = './mmpretrain_runtime.py'
-# Learning rates for 256 images, one classifier each. 1e-3 is the published one.
+# Learning rates of the classifiers for a batch of 256 images. The published learning rate is 1e-3.
 _rates = [1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2, 1e-1]
 model = dict(
     type='LinearProbe',
     backbone=dict(type='ViTDTN', drop_path_rate=0.0),
     num_classes=1000,
     rates=_rates,
-    features='cls+mean',  # or 'last4', where the class token is in the last four blocks
+    features='cls+mean',  # 'last4' needs a class token in the last four blocks
 )
 data_preprocessor = dict(
     type='mmpretrain.ClsDataPreprocessor', mean=[123.675, 116.28, 103.53], std=[58.395, 57.12, 57.375], to_rgb=True
@@ -41,7 +42,7 @@ val_cfg = dict()
 test_dataloader = val_dataloader
 test_evaluator = val_evaluator
 test_cfg = dict()
-# The rates are for 256 images of a batch of 1024.
+# The learning rates are scaled from 256 images to the batch of 1024 images.
 optim_wrapper = dict(
     optimizer=dict(type='SGD', lr=1024 / 256, momentum=0.9, weight_decay=0.0),
     paramwise_cfg=dict(custom_keys={f'head.probes.{i}.': dict(lr_mult=rate) for i, rate in enumerate(_rates)}),

@@ -1,4 +1,4 @@
-"""T2T-ViT: a Vision Transformer on tokens that two small attention layers and three soft splits make of an image."""
+"""T2T-ViT, a Vision Transformer that computes its tokens by three soft splits and two small attention layers."""
 
 import math
 from collections.abc import Sequence
@@ -23,27 +23,29 @@ SPLITS: tuple[Split, ...] = ((7, 4, 2), (3, 2, 1), (3, 2, 1))
 TOKEN_WIDTH = 64
 EPS = 1e-5
 RANDOM_FEATURES = 32
-# A power of two, which changes no digit of a quotient. Exporters of ONNX take constants up to 1e-8 for 0 and drop them
-# (onnxscript's rewriter compares with that tolerance); attention of tokens whose weights are tiny came out 5% off.
+# TokenPerformer scales numerator and denominator by this factor, so that the constant 1e-8 survives the export to ONNX.
+# The rewriter of onnxscript treats constants up to 1e-8 as 0, which led to errors of 5% for tokens with tiny attention
+# weights. The factor is a power of two, so it causes no rounding errors.
 UP = 2.0**20
 
 
 @MODELS.register_module()
 class T2TViTDTN(PlainBackbone):
-    """T2T-ViT (arXiv 2101.11986) on maps ``B x H x W x C``, its first blocks normalised by DTN.
+    """T2T-ViT (arXiv 2101.11986) with DTN in its first blocks, on maps ``B x H x W x C``.
 
-    Attention in front of the blocks works on a grid of a fourth of the image's side, too large for DTN. The position
-    embedding is a fixed table of sines, unless ``learned_positions``.
+    The token module before the blocks does not support DTN, because its grid is too large. The side of this grid is up
+    to a fourth of the image's side. By default, the position embedding is a fixed table of sines.
 
     Args:
-        arch: ``'t-14' | 't-19' | 't-24'``, whose token module attends as transformers do; ``'7' | '10' | '12' | '14' |
-            '19' | '24' | '14-resnext' | '14-wide'``, where it attends as performers do; or a dict of the
-            fields of ``ARCHS``; with a name under ``'base'``, only of those that differ from it.
-        img_size: Side of the images for which the position table is made; it is resized for others.
+        arch: ``'t-14' | 't-19' | 't-24'``, whose token module has transformer layers; ``'7' | '10' | '12' | '14' |
+            '19' | '24' | '14-resnext' | '14-wide'``, whose token module has performer layers; or a dict of the fields
+            of ``ARCHS``. A dict with a name under ``'base'`` needs only the fields that differ from that architecture.
+        img_size: Side of the images that determines the size of the position table. The table is resized for images
+            of other sizes.
         in_channels: Channels of the image.
-        learned_positions: Makes the position embedding a parameter, which starts as the table of sines. It can hold the
-            positions of a file that has others.
-        options: Fields of :class:`ViTOptions`; stage 0 of ``frozen_stages`` is the token module.
+        learned_positions: If True, the position embedding is a parameter, initialised with the table of sines. It is
+            needed for files with other position embeddings.
+        options: Fields of :class:`ViTOptions`. ``frozen_stages=0`` freezes the token module.
 
     Example:
         >>> (features,) = T2TViTDTN('t-14')(torch.randn(1, 3, 64, 96))
@@ -64,7 +66,7 @@ class T2TViTDTN(PlainBackbone):
         side = tokens_along(img_size, SPLITS)
         norm_cfg = check_other_norms(shared.other_norm_cfg)
         tokens = TokensToToken(in_channels, a['width'], a['performer'], norm_cfg=norm_cfg)
-        pos_embed = sines(1 + side * side, a['width'])[1:].view(1, side, side, -1)  # row 0 is the class token's
+        pos_embed = sines(1 + side * side, a['width'])[1:].view(1, side, side, -1)  # row 0 belongs to the class token
         if learned_positions:
             pos_embed = nn.Parameter(pos_embed)
         super().__init__(a, tokens, pos_embed, shared, eps=EPS, qkv_bias=False)
@@ -86,7 +88,10 @@ class T2TViTDTN(PlainBackbone):
 
 
 class TokensToToken(nn.Module):
-    """``B x C x H x W`` to ``B x h x w x width``: each token takes up its neighbourhood, thrice, attention between."""
+    """Token module, which converts images ``B x C x H x W`` to tokens ``B x h x w x width``.
+
+    Three soft splits combine overlapping patches of tokens. An attention layer follows each of the first two splits.
+    """
 
     def __init__(
         self,
@@ -111,20 +116,23 @@ class TokensToToken(nn.Module):
 
 
 def soft_split(x: Tensor, kernel: int, stride: int, padding: int) -> Tensor:
-    """Overlapping patches of ``B x C x H x W`` as tokens ``B x h x w x (C kernel kernel)``."""
+    """Splits a map ``B x C x H x W`` into overlapping patches, the tokens ``B x h x w x (C kernel kernel)``."""
     height, width = (tokens_along(side, [(kernel, stride, padding)]) for side in x.shape[2:])
     return F.unfold(x, kernel, stride=stride, padding=padding).transpose(1, 2).unflatten(1, (height, width))
 
 
 def tokens_along(side: int, splits: Sequence[Split]) -> int:
-    """How many tokens the splits, one after another, leave along a side."""
+    """Returns the number of tokens along a side after all splits."""
     for kernel, stride, padding in splits:
         side = (side + 2 * padding - kernel) // stride + 1
     return side
 
 
 class TokenLayer(FusesNorms):
-    """A transformer layer of one head that changes the width: where others add the input, it adds the values."""
+    """Transformer layer with one head that changes the width.
+
+    The first residual connection adds the values of the attention, because the input has another width.
+    """
 
     def __init__(self, in_channels: int, channels: int, bias: bool, drop: float, norm_cfg: dict[str, Any]) -> None:
         super().__init__()
@@ -150,14 +158,14 @@ class TokenLayer(FusesNorms):
         )
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """All ``B x T x C``."""
+        """Computes the attention. All tensors are ``B x T x C``."""
         raise NotImplementedError
 
 
 class TokenTransformer(TokenLayer):
     def __init__(self, in_channels: int, channels: int, norm_cfg: dict = dict(type='LN')) -> None:  # noqa: B006
         super().__init__(in_channels, channels, bias=False, drop=0.0, norm_cfg=norm_cfg)
-        self.scale = in_channels**-0.5  # not that of the head's width: so it was published
+        self.scale = in_channels**-0.5  # input width instead of head width, as published
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q, k, v = (t[:, None].contiguous() for t in (q, k, v))
@@ -165,7 +173,10 @@ class TokenTransformer(TokenLayer):
 
 
 class TokenPerformer(TokenLayer):
-    """Attention through random features of queries and keys, linear in the number of tokens (arXiv 2009.14794)."""
+    """Performer layer, whose attention uses random features of queries and keys (arXiv 2009.14794).
+
+    The cost is linear in the number of tokens.
+    """
 
     features: Tensor
 
@@ -175,7 +186,7 @@ class TokenPerformer(TokenLayer):
         self.register_buffer('features', directions * math.sqrt(RANDOM_FEATURES))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        with torch.autocast(q.device.type, enabled=False):  # exponentials of squares
+        with torch.autocast(q.device.type, enabled=False):  # exponentials of squares overflow in half precision
             precise = torch.promote_types(q.dtype, torch.float32)
             q, k = UP * self.random_features(q.to(precise)), self.random_features(k.to(precise))
             mixed = q @ (k.mT @ v.to(precise))

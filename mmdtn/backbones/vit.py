@@ -1,4 +1,4 @@
-"""Vision Transformers of one resolution, with DTN or any other normaliser in their blocks."""
+"""Vision Transformers whose feature maps have a single resolution, with DTN or another normaliser in their blocks."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -17,28 +17,31 @@ from .layers import Attention, Block, ConvMlp, drop_path_rates, pad_to_multiple,
 
 @dataclass(frozen=True)
 class ViTOptions:
-    """Arguments that backbones of one resolution share.
+    """Arguments that ViT and T2T-ViT share.
 
     Args:
-        norm_cfg: Normaliser of the first ``dtn_layers`` blocks: ``dict(type='DTN')``; ``dict(type='LN')`` is the
-            published model, or any registered one that works on ``B x H x W x C``.
-        dtn_layers: How many blocks take ``norm_cfg``; None: 10, or all if there are fewer. Where a class token joins
-            behind them, at least two blocks are left for it, as in the published models.
-        other_norm_cfg: Normaliser of all other blocks and layers, and of the one behind the last block; not DTN.
-        cls_from: Block, from 0, before which the class token joins. None: for ``'cls_token'`` after the blocks with
-            DTN or ``rpe``, or before the first with another normaliser; for the other outputs never.
-        out_indices: Blocks, from 0 or backwards from -1, whose maps ``'featmap'`` or class tokens ``'cls_token'``
-            returns. Later blocks are not built.
-        out_type: ``'cls_token'``, a tuple of ``B x C``, each behind the last norm; ``'avg_featmap'``, a tuple of one
-            ``B x C``, the mean over the grid; ``'cls+mean'``, a tuple of one ``B x 2C``, the class token and the mean
-            of the patches; or ``'featmap'``, a tuple of ``B x C x H x W``. The last block is followed by a norm.
-        drop_path_rate: Stochastic depth of the last block.
-        frozen_stages: -1 nothing, 0 the patch and position embedding, n also the first n blocks; all of the backbone
-            if n is the number of blocks.
-        norm_eval: Keep batch norms, should ``norm_cfg`` bring any, in evaluation mode.
-        with_cp: Compute each block again in the backward pass, to save memory.
-        fused: Norms that were fused into their neighbours: tools/model_converters/fuse.py writes this.
-        init_cfg: ``dict(type='Pretrained', checkpoint=..., prefix='backbone.')`` loads what MMPretrain saved.
+        norm_cfg: Normaliser of the first ``dtn_layers`` blocks, such as ``dict(type='DTN')`` or any registered
+            normaliser for ``B x H x W x C``. ``dict(type='LN')`` is the published model.
+        dtn_layers: Number of blocks that use ``norm_cfg``. The default is 10, or all blocks if there are fewer. If the
+            class token joins after these blocks, the default leaves at least two blocks for it.
+        other_norm_cfg: Normaliser of the other blocks, the token module of T2T-ViT, and the norm after the last block.
+            DTN is not supported here.
+        cls_from: Block, from 0, before which the class token joins. By default, the class token joins after the
+            first ``dtn_layers`` blocks if they have DTN or ``rpe``, and otherwise before the first block. Outputs
+            without a class token have none by default.
+        out_indices: Blocks whose maps (``'featmap'``) or class tokens (``'cls_token'``) are returned. Negative numbers
+            count from the last block. Blocks after the last of them are not built.
+        out_type: Type of the output, which is a tuple. ``'cls_token'`` returns normalised class tokens, ``B x C`` each.
+            ``'avg_featmap'`` returns the mean over the grid, ``B x C``. ``'cls+mean'`` returns the class token
+            concatenated with the mean of the patch tokens, ``B x 2C``. ``'featmap'`` returns maps ``B x C x H x W``,
+            of which only the map of the last block is normalised.
+        drop_path_rate: Stochastic depth rate of the last block.
+        frozen_stages: -1 freezes nothing, 0 freezes the patch and position embedding, and n > 0 also freezes the first
+            n blocks. If n is the number of blocks, the whole backbone is frozen.
+        norm_eval: Keep batch norms in evaluation mode, if ``norm_cfg`` has any.
+        with_cp: Recompute each block in the backward pass to save memory.
+        fused: Norms that were fused into neighbouring layers. tools/model_converters/fuse.py sets this option.
+        init_cfg: ``dict(type='Pretrained', checkpoint=..., prefix='backbone.')`` loads a checkpoint of MMPretrain.
     """
 
     norm_cfg: dict = field(default_factory=lambda: dict(type='DTN'))
@@ -56,9 +59,9 @@ class ViTOptions:
 
 
 class PlainBackbone(Backbone):
-    """Blocks of one width on one grid, the first ones normalised by ``norm_cfg``.
+    """Base class of backbones whose blocks all have the same width and the same grid.
 
-    A subclass makes tokens of an image. ``pos_embed``, ``1 x h x w x C``, is learned if it is a parameter.
+    Subclasses convert images to tokens. ``pos_embed``, ``1 x h x w x C``, is trained if it is a parameter.
     """
 
     def __init__(
@@ -81,21 +84,23 @@ class PlainBackbone(Backbone):
         if dtn_layers is None:
             dtn_layers = min(10, max(depth - 2, 1)) if joins_late else min(10, depth)
         if out_type not in ('cls_token', 'avg_featmap', 'cls+mean', 'featmap'):
-            raise ValueError(f"out_type={out_type!r}: choose 'cls_token', 'avg_featmap', 'cls+mean' or 'featmap'.")
+            raise ValueError(
+                f"out_type={out_type!r} does not exist. Choose 'cls_token', 'avg_featmap', 'cls+mean' or 'featmap'."
+            )
         if not all(-depth <= i < depth for i in out_indices) or not 0 <= dtn_layers <= depth:
-            raise ValueError(f'out_indices={out_indices} or dtn_layers={dtn_layers} is not within {depth} blocks.')
+            raise ValueError(f'out_indices={out_indices} or dtn_layers={dtn_layers} is not valid for {depth} blocks.')
         if cls_from is None and has_cls_token:
             cls_from = dtn_layers if joins_late else 0
         if cls_from is not None and not 0 <= cls_from < depth:
             raise ValueError(
-                f'The class token cannot join before block {cls_from} of 0 to {depth - 1}: it would see no patch. '
-                f'Choose cls_from=0, with which it is there from the first block on, or another number below {depth}; '
-                f'or out_type={"avg_featmap"!r}.'
+                f'The class token cannot join before block {cls_from}, because the blocks are 0 to {depth - 1}. Set '
+                f'cls_from=0 to add it before the first block, set another cls_from below {depth}, or set '
+                f'out_type={"avg_featmap"!r}.'
             )
         if cls_from is not None and cls_from < dtn_layers and rpe:
             raise ValueError(
-                f'The class token joins before block {cls_from}, but has no place on the grid that rpe needs in the '
-                f'first dtn_layers={dtn_layers} blocks: cls_from should be {dtn_layers} or more.'
+                f'The class token joins before block {cls_from}, but has no position on the grid, which rpe needs in '
+                f'the first dtn_layers={dtn_layers} blocks. Set cls_from to {dtn_layers} or more.'
             )
         self.out_type = out_type
         self.cls_from = cls_from
@@ -105,8 +110,8 @@ class PlainBackbone(Backbone):
         self.out_indices = tuple(i % depth for i in out_indices) if several else (depth - 1,)
         if out_type == 'cls_token' and cls_from is not None and min(self.out_indices) < cls_from:
             raise ValueError(
-                f'out_indices={out_indices}: the class token joins before block {cls_from}, so that block '
-                f'{min(self.out_indices)} has none. Choose blocks from {cls_from} to {depth - 1}, or cls_from=0.'
+                f'out_indices={out_indices} is not valid: the class token joins before block {cls_from}, so block '
+                f'{min(self.out_indices)} has none. Choose blocks from {cls_from} to {depth - 1}, or set cls_from=0.'
             )
 
         self.patch_embed = patch_embed
@@ -145,7 +150,7 @@ class PlainBackbone(Backbone):
         outs = {}
         for i, block in enumerate(self.blocks):
             if i == self.cls_from:
-                # As one row: all but DTN need no more, and DTN is told the grid of the tokens behind the first.
+                # The tokens are flattened to one row that starts with the class token. DTN also needs their grid.
                 grid = shape[1:3]
                 cls = self.cls_token.expand(x.shape[0], -1, -1, -1).to(x.dtype)
                 x = torch.cat((cls, x.flatten(1, 2)[:, None]), 2)
@@ -165,7 +170,7 @@ class PlainBackbone(Backbone):
         return tuple(outs[i].permute(0, 3, 1, 2).contiguous() for i in self.out_indices)
 
     def tokens(self, images: Tensor) -> Tensor:
-        """``B x C' x H x W`` to ``B x h x w x C``, with their positions."""
+        """Converts images, ``B x C' x H x W``, to tokens with position embeddings, ``B x h x w x C``."""
         raise NotImplementedError
 
     def frozen_parts(self) -> Iterator[nn.Module | Tensor]:
@@ -178,21 +183,23 @@ class PlainBackbone(Backbone):
 
 @MODELS.register_module()
 class ViTDTN(PlainBackbone):
-    """ViT (arXiv 2010.11929, as in DeiT) on maps ``B x H x W x C``, its first blocks normalised by DTN.
+    """ViT (arXiv 2010.11929, as in DeiT) with DTN in its first blocks, on maps ``B x H x W x C``.
 
-    A class token has no place on the grid, so in the paper it joins after the blocks with DTN. With ``cls_from=0`` it
-    is there from the first block on, as in the published ViT, and DTN leaves it out of its neighbourhoods.
+    A class token has no position on the grid. In the DTN paper, the class token therefore joins after the blocks with
+    DTN. With ``cls_from=0`` it joins before the first block, as in the published ViT. The neighbourhoods of DTN then
+    exclude the class token.
 
     Args:
-        arch: ``'t' | 't*' | 's' | 's*' | 'b' | 'b*'``, or a dict of the fields of ``ARCHS``; with a name under
-            ``'base'``, only of those that differ from it.
-        img_size: Side of the images for which the position embedding is held; it is resized for others.
+        arch: ``'t' | 't*' | 's' | 's*' | 'b' | 'b*'``, or a dict of the fields of ``ARCHS``. A dict with a name under
+            ``'base'`` needs only the fields that differ from that architecture.
+        img_size: Side of the images that determines the size of the position embedding. The embedding is resized for
+            images of other sizes.
         patch_size: Side of a patch.
         in_channels: Channels of the image.
-        norm_cfg: See :class:`ViTOptions`. Unless ``other_norm_cfg`` gives ``eps``, its norms take that of ``norm_cfg``:
-            by default 1e-5 with DTN, as published, and 1e-6 without, as in timm.
-        rpe: True adds relative position to the attention of the first ``dtn_layers`` blocks, as DTN's P has it (Eq. 6):
-            three numbers for each head. ``'local'`` starts them as Eq. 7 says.
+        norm_cfg: See :class:`ViTOptions`. The default ``eps`` of all norms is the ``eps`` in ``norm_cfg``, otherwise
+            1e-5 with DTN, as published, and 1e-6 with other normalisers, as in timm.
+        rpe: True adds a relative position bias with the formula of DTN's P (Eq. 6) to the attention in the first
+            ``dtn_layers`` blocks. It has three parameters per head. ``'local'`` initialises them by Eq. 7.
         options: Fields of :class:`ViTOptions`.
 
     Example:
@@ -216,7 +223,7 @@ class ViTDTN(PlainBackbone):
         patch_embed = nn.Conv2d(in_channels, a['width'], patch_size, patch_size)
         pos_embed = nn.Parameter(torch.zeros(1, side, side, a['width']))
         shared = ViTOptions(**options)
-        # One eps for all norms. The published DTN models have torch's default, timm's ViT and DeiT have 1e-6.
+        # All norms use the same eps. Published DTN models use torch's default, and timm's ViT and DeiT use 1e-6.
         eps = shared.norm_cfg.get('eps', 1e-5 if needs_grid(shared.norm_cfg) else 1e-6)
         super().__init__(a, patch_embed, pos_embed, shared, eps=eps, qkv_bias=True, rpe=rpe)
         self.patch_size = patch_size
@@ -230,7 +237,7 @@ def _vit(width: int, num_heads: int) -> dict[str, Any]:
     return dict(width=width, depth=12, num_heads=num_heads, mlp_ratio=4)
 
 
-# With a star: heads as the published DTN models have them.
+# Architectures with a star have the number of heads of the published DTN models.
 ARCHS = {
     't': _vit(192, 3),
     't*': _vit(192, 4),

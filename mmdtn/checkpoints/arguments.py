@@ -1,6 +1,7 @@
-"""Of which model a checkpoint is, by the arguments of the training script that timm's checkpoints hold.
+"""Determines the model of a checkpoint from the arguments of the training script that wrote it.
 
-The name of a model tells heads that tensors do not tell, and ``norm_type`` a normaliser that looks like others.
+Checkpoints of timm's training script contain the arguments of the script. The model name determines the number of
+heads, and ``norm_type`` determines the normaliser. The tensors of a checkpoint do not always determine the two.
 """
 
 import argparse
@@ -15,7 +16,10 @@ T2T = re.compile(r'[tT]2t_vit_(7|10|12|14|19|24|t_14|t_19|t_24|14_resnext|14_wid
 
 
 def settings_by_arguments(checkpoint: Any) -> tuple[str, dict[str, Any]] | None:
-    """The format and our settings of the backbone in a training checkpoint; None where its arguments do not tell."""
+    """Returns the format of a training checkpoint and the settings of its backbone in this package.
+
+    Returns None if the checkpoint has no arguments, or if they do not determine the settings.
+    """
     found = checkpoint.get('args') if isinstance(checkpoint, dict) else None
     args = vars(found) if isinstance(found, argparse.Namespace) else found
     if not isinstance(args, Mapping) or not isinstance(name := args.get('model'), str):
@@ -38,8 +42,8 @@ def settings_by_arguments(checkpoint: Any) -> tuple[str, dict[str, Any]] | None:
     if (match := re.fullmatch(r'vit_(.+)', name)) and match[1] in SIZES_OF_VIT:
         if norm_type != 'layer':
             raise ValueError(
-                f'{name} with norm_type={norm_type} has that normaliser in front of attention, and LayerNorm in front '
-                'of MLPs. A ViTDTN has the same one in both places, and cannot compute what this model does.'
+                f'{name} with norm_type={norm_type} uses this normaliser before attention and LayerNorm before MLPs. '
+                'ViTDTN uses the same normaliser in both places, so it cannot compute the same as this model.'
             )
         return 'dtn', dict(type='ViTDTN', arch=SIZES_OF_VIT[match[1]], norm_cfg=LN_1E_5)
     return None

@@ -1,4 +1,4 @@
-"""Formats of the DTN authors' published code, which trains PVT and ViT with nine normalisers, and their translation."""
+"""Formats of checkpoints from the DTN authors' code, which trains PVT and ViT with nine normalisers."""
 
 import math
 import re
@@ -13,9 +13,9 @@ from .pvt import from_pvt, published_eps
 from .vit import check_class_token, from_timm_vit, is_of_dtns_authors
 
 NORM_CFG = dict(type='DTN', unbiased=True, pool_second_moment=False)
-CLS_FROM = 10  # the block before which their class token joins unless they say otherwise
-LN_1E_5: dict[str, Any] = dict(type='LN', eps=1e-5)  # torch's default; timm's ViT has 1e-6
-# By their names for them. In all but the first, and there in ViT, eps is 1e-5.
+CLS_FROM = 10  # default block before which the class token joins in the authors' code
+LN_1E_5: dict[str, Any] = dict(type='LN', eps=1e-5)  # eps is torch's default; timm's ViT uses 1e-6
+# The keys are the authors' names. Every norm has eps=1e-5, except that 'layer' has eps=1e-6 in PVT.
 NORMS: dict[str, dict[str, Any]] = {
     'layer': dict(type='LN'),
     'insnorm': dict(type='IN', unbiased=True),
@@ -27,15 +27,15 @@ NORMS: dict[str, dict[str, Any]] = {
     'dtn_pool': NORM_CFG,
     'dtn_var': NORM_CFG | dict(mean_lambda=1.0),
 }
-# These have a weight and a bias each. By the names that --norm takes.
+# Each of these norms has a weight and a bias, so their tensors look the same. The keys are the values of --norm.
 CHOICES_OF_VIT = {'LN': LN_1E_5, 'IN': NORMS['insnorm'], 'GN': NORMS['gnorm']}
 CHOICES_OF_PVT = CHOICES_OF_VIT | {'LN': NORMS['layer']}
 TOLD = r'.*\.norm[12]\.(var_norm_weight|scale|bn\.running_var|running_phi)$'
 RENAMED = {'mean_norm_weight': 'mean_mix', 'var_norm_weight': 'var_mix', 'scale': 'weight'}
-RENAMED |= {'running_phi': 'phi', 'ema_gz': 'nu', 'iters': 'count'}  # of PowerNorm
+RENAMED |= {'running_phi': 'phi', 'ema_gz': 'nu', 'iters': 'count'}  # buffers of PowerNorm
 DROPPED = {
-    r'.*\.pos_proj\.bias$': 'the softmax over neighbours cancels it',
-    r'.*\.rel_indices$': 'computed from the grid of each input',
+    r'.*\.pos_proj\.bias$': 'the softmax over neighbours cancels this bias',
+    r'.*\.rel_indices$': 'computed from the size of each input',
 }
 
 
@@ -49,16 +49,22 @@ def from_dtn_vit(state: State) -> State:
 
 def from_dtn_vit_with_layernorm(state: State) -> State:
     if not is_of_dtns_authors(state):
-        raise ValueError("blocks.0.attn.qkv.bias or a class position in pos_embed, which the DTN authors' ViT has not.")
+        raise ValueError(
+            'The file has blocks.0.attn.qkv.bias, or a class position in pos_embed. The ViT of the DTN authors has '
+            'neither, so the file has another format. Leave out --from, or source in init_cfg.'
+        )
     return from_timm_vit(state)
 
 
 def from_dtn_plain_vit(state: State) -> State:
-    """Their other ViT: its class token is there from the first block on, and MLPs always follow LayerNorm."""
+    """Translates the authors' other ViT.
+
+    The class token of this ViT joins before the first block. The normaliser before MLPs is always LayerNorm.
+    """
     if other := [key for key in state if re.search(r'\.norm\.(scale|bn\.running_var|running_phi)$', key)]:
         raise ValueError(
-            f'{other[0]}: this model has another normaliser in front of attention than in front of MLPs, where it has '
-            'LayerNorm. A ViTDTN has the same one in both places, and cannot compute what this model does.'
+            f'{other[0]}: this model uses LayerNorm before MLPs, but another normaliser before attention. ViTDTN uses '
+            'the same normaliser in both places, so it cannot compute the same as this model.'
         )
     out: State = {}
     for key, value in state.items():
@@ -75,7 +81,7 @@ def from_dtn_plain_vit(state: State) -> State:
             r'\.1\.fn\.net\.3\.': '.mlp.fc2.',
         }.items():
             key = re.sub(theirs, timms, key)
-        if key == 'patch_embed.proj.weight':  # a linear layer on pixels with channels last
+        if key == 'patch_embed.proj.weight':  # weights of a linear layer on flattened patches, channels last
             side = math.isqrt(value.shape[1] // 3)
             value = value.unflatten(1, (side, side, -1)).permute(0, 3, 1, 2)
         out[key] = value
@@ -83,7 +89,11 @@ def from_dtn_plain_vit(state: State) -> State:
 
 
 def _rename_norms(state: State) -> State:
-    """DTN layers project (dx, dy, dx^2 + dy^2) to scores. Their shift leads from key to query, ours the other way."""
+    """Renames the parameters and buffers of norms.
+
+    The authors' DTN layers project (dx, dy, dx^2 + dy^2) to scores. Their offset (dx, dy) points from key to query. The
+    offset in this package points from query to key, so the signs of dx and dy are flipped.
+    """
     out: State = {}
     for key, value in state.items():
         norm, _, part = key.rpartition('.')
@@ -100,12 +110,15 @@ def _rename_norms(state: State) -> State:
 
 
 def _without_ones(value: Tensor, part: str) -> Tensor:
-    """Their PowerNorm keeps ``1 x C x 1 x 1`` and a counter of one element."""
+    """Removes dimensions of size 1 from the tensors of the authors' PowerNorm."""
     return value.reshape(()) if part == 'iters' else value.flatten() if value.dim() == 4 else value
 
 
 def norm_type(norm: str, state: State) -> str:
-    """Their name of a norm, by its translated tensors; ``'layer'`` also stands for those that look like it."""
+    """Returns the authors' name of a norm, determined from its translated tensors.
+
+    Returns ``'layer'`` for all norms that have the same tensors as LayerNorm.
+    """
     for part, theirs in {'mean_mix': 'dtn', 'var_mix': 'dtn_var', 'bn.weight': 'batch', 'phi': 'power'}.items():
         if f'{norm}.{part}' in state:
             return theirs
@@ -116,7 +129,7 @@ def _norm_cfgs(norm: str, state: State, alike: Sequence[dict[str, Any]]) -> Sequ
     kind = norm_type(norm, state)
     if kind == 'layer':
         return alike
-    told = {name: value for name, value in NORMS[kind].items() if name != 'warmup_iters'}  # which training alone needs
+    told = {name: value for name, value in NORMS[kind].items() if name != 'warmup_iters'}  # affects training only
     defaults = dict(prenorm=True, mean_lambda=None) if told['type'] == 'DTN' else {}
     return [dict(defaults | told, eps=1e-5)]
 
@@ -151,21 +164,27 @@ def _settings_of_pvt(state: State) -> dict[str, Any]:
 
 
 def _check_class_token(backbone: nn.Module) -> str:
-    """It joins behind the blocks with another normaliser than LayerNorm, which the tensors tell or the target says."""
+    """Returns an error message if the class token of ``backbone`` joins at the wrong block, otherwise ''.
+
+    In the authors' ViT, the class token joins after the blocks whose normaliser is not LayerNorm.
+    """
     cls_from = getattr(backbone, 'cls_from', None)
     norms = [module for name, module in backbone.named_modules() if name.endswith('norm1')]
     expected = len([norm for norm in norms if not isinstance(norm, nn.LayerNorm)]) or CLS_FROM
     if cls_from in (None, expected):
         return ''
     return (
-        f'have the class token from block {expected} on, behind the blocks with the normaliser in question, but the '
-        f'target takes it before block {cls_from}: with the same weights it would compute something else. It needs '
-        f'cls_from={expected}.'
+        f'have the class token from block {expected} on, but in the target it joins before block {cls_from}. With the '
+        f'same weights, the target would compute different outputs. Set cls_from={expected}.'
     )
 
 
 def _heads_of_vit(attention: str, state: State) -> int | tuple[int, ...] | None:
-    """Those of the block's DTN, or of the first block's; else by the width. T and T*, B and B* have the same shapes."""
+    """Returns the number of heads of an attention layer, or all possible numbers.
+
+    With DTN, the tensors determine the number. Without DTN, the width determines it, except that T and T* have the same
+    width, and so do B and B*.
+    """
     for norm in (attention.removesuffix('attn') + 'norm1', 'blocks.0.norm1'):
         if (own := state.get(f'{norm}.var_mix')) is not None:
             return own.shape[0]
@@ -182,13 +201,13 @@ def _note_of_vit(state: State) -> str:
     unknown = [f'heads ({" or ".join(map(str, heads))})'] if isinstance(heads, tuple) and len(heads) > 1 else []
     if norm_type('blocks.0.norm1', state) == 'layer':
         return _note_of_norms(state, unknown)
-    return f'{unknown[0]} are those of the target, as the tensors do not tell them' if unknown else ''
+    return f'{unknown[0]} are taken from the target, because the tensors do not determine them' if unknown else ''
 
 
 def _note_of_norms(state: State, unknown: Sequence[str] = ()) -> str:
     return (
-        f'{" and ".join([*unknown, "norms"])} are those of the target, as the tensors do not tell them: files with '
-        'layer, insnorm and gnorm look the same'
+        f'{" and ".join([*unknown, "norms"])} are taken from the target, because the tensors do not determine them: '
+        'layer, insnorm and gnorm have the same tensors'
     )
 
 

@@ -1,4 +1,4 @@
-"""Formats of the Dynamic Vision Transformer, and their translation, both ways."""
+"""Formats of checkpoints of the Dynamic Vision Transformer, with translation in both directions."""
 
 import re
 
@@ -9,7 +9,7 @@ from .format import Format, State
 from .t2t import is_sines
 
 PREFIXES = ('less_less_token', 'less_token', 'normal_token')  # 7 x 7, 10 x 10, 14 x 14 tokens
-# Ours and theirs, within an exit; theirs has the spelling mistake.
+# Each pair has the name of a module in this package and in the authors' code, which spells "reuse" as "resuse".
 NAMES = [
     ('stem.proj.', 'patch_embed.proj.'),
     ('stem.project.', 'tokens_to_token.project.'),
@@ -31,17 +31,21 @@ PART = re.compile(
 
 
 def from_dvt(state: State) -> State:
-    """The authors' cascade. The table of sines that T2T-ViT's exits have is checked, and left out: ours computes it."""
+    """Translates the authors' cascade.
+
+    Exits with T2T-ViT have a table of sines for the positions. The table is checked and then left out, because the
+    model computes the same table.
+    """
     present = [prefix for prefix in PREFIXES if any(key.startswith(f'{prefix}.') for key in state)]
     computed = any('.tokens_to_token.' in key for key in state)
     out: State = {}
     for key, value in state.items():
         prefix, _, part = key.partition('.')
         if prefix not in present or not PART.fullmatch(part):
-            raise ValueError(f'{key} is no key of a published DVT.')
+            raise ValueError(f'{key} is not a key of a published DVT.')
         if part == 'pos_embed' and computed:
             if not is_sines(value):
-                raise ValueError(f'{key} is not the table of sines that every T2T-ViT has.')
+                raise ValueError(f'{key} is not the table of sines of T2T-ViT. Other positions are not supported.')
             continue
         if '.kqv.' in part:
             k, q, v = value.chunk(3)
@@ -53,20 +57,20 @@ def from_dvt(state: State) -> State:
 
 
 def to_dvt(model: nn.Module) -> State:
-    """The weights of a cascade under the authors' names: the inverse of :func:`from_dvt`."""
+    """Returns the weights of a cascade under the authors' names. This is the inverse of :func:`from_dvt`."""
     state = model.state_dict()
     exits = list(model.get_submodule('exits').children())
     state |= {f'exits.{i}.pos_embed': exit.get_buffer('pos_embed') for i, exit in enumerate(exits) if _computes(exit)}
     prefixes = {1: PREFIXES[2:], 2: PREFIXES[::2], 3: PREFIXES}.get(len(exits))
     if prefixes is None:
-        raise ValueError(f'The published layout has names for three exits, but the model has {len(exits)}.')
+        raise ValueError(f'The published format has one, two or three exits, but the model has {len(exits)}.')
     out: State = {}
     for key, value in state.items():
         _, number, part = key.split('.', 2)
         for ours, theirs in NAMES:
             part = part.replace(ours, theirs)
         if not PART.fullmatch(part):
-            raise ValueError(f'The published layout has no place for {key}: its models have LayerNorm.')
+            raise ValueError(f'The published format has no entry for {key}. It only supports models with LayerNorm.')
         if '.kqv.' in part:
             q, k, v = value.chunk(3)
             value = torch.cat((k, q, v))
@@ -75,12 +79,15 @@ def to_dvt(model: nn.Module) -> State:
 
 
 def _computes(exit: nn.Module) -> bool:
-    """Its positions, which are no weights of ours then, but are in published files."""
+    """Returns whether an exit computes its position table. Published files also contain computed tables."""
     return 'pos_embed' in dict(exit.named_buffers(recurse=False))
 
 
 def _heads(attention: str, state: State) -> int | None:
-    """By the channels of relationship reuse; without it those of the published models, 64 wide."""
+    """Returns the number of heads, determined from the channels of relation reuse.
+
+    Without relation reuse, models of a published width have 64 channels per head. For other widths, returns None.
+    """
     relations = state.get('exits.1.relations.conv2.bias')
     if relations is not None:
         return len(relations) // len([key for key in state if re.match(r'exits\.0\.blocks\.\d+\.norm1\.weight', key)])

@@ -17,9 +17,9 @@ from tqdm import tqdm
 from mmdtn.errors import UserError
 from mmdtn.files import whole_file
 
-# Publishers put the first digits of the SHA-256 at the end of a file's name; eight digits may also be a date.
+# Many file names end with the first digits of the file's SHA-256. Eight digits may also be a date.
 CHECKSUM = re.compile(r'-(?!(?:19|20)\d{6}\.)([0-9a-f]{8,64})\.[a-z]+$')
-SAFETENSORS = re.compile(rb'.{5}\x00{3}\{', re.DOTALL)  # eight bytes with the length of a JSON header, then the header
+SAFETENSORS = re.compile(rb'.{5}\x00{3}\{', re.DOTALL)  # length of the JSON header in eight bytes, then the header
 CHECKPOINT = re.compile(rb'PK|\x80|' + SAFETENSORS.pattern, re.DOTALL)  # torch saves zip archives or pickles
 SILENCE = 60  # seconds without data after which a connection counts as lost
 
@@ -44,9 +44,9 @@ def fetch(url: str) -> Path:
 
 
 def local_copy(url: str) -> Path:
-    """Returns the path of the local copy. It is in the cache of ``torch.hub`` and contains all parts of the URL.
+    """Returns the path of the local copy. The path is in the cache of ``torch.hub`` and contains all parts of the URL.
 
-    ``torch.hub`` itself uses only the last part, but thousands of models are called ``model.safetensors``.
+    ``torch.hub`` itself uses only the last part of a URL, but thousands of models are called ``model.safetensors``.
     """
     parts = urlsplit(url)
     names = [parts.netloc, *parts.path.split('/')]
@@ -73,13 +73,13 @@ def _copy(url: str, file: BinaryIO) -> str | None:
     try:
         with urlopen(request, timeout=SILENCE) as response:
             size = int(response.headers.get('Content-Length') or 0)
-            often = 0.1 if sys.stderr.isatty() else 10  # seconds between updates, which are lines of a log file
+            often = 0.1 if sys.stderr.isatty() else 10  # seconds between updates; each update is a line in a log file
             name = f'Fetching {url.rpartition("/")[2]}'
             with tqdm.wrapattr(response, 'read', total=size, desc=name, mininterval=often) as body:
                 shutil.copyfileobj(body, file)
     except (OSError, http.client.HTTPException) as error:
         return str(getattr(error, 'reason', error)) or type(error).__name__
-    if size and file.tell() < size:  # http.client does not report this
+    if size and file.tell() < size:  # http.client does not report this error
         return f'the connection ended after {file.tell()} of {size} bytes'
     return None
 

@@ -1,4 +1,4 @@
-"""What a published format is, for those that describe one: a file for each family of models."""
+"""Describes a format of checkpoints. The formats of each model family are defined in one module."""
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -14,35 +14,38 @@ Eps = Callable[[str, State], float | None]
 
 
 def as_they_are(state: State) -> State:
-    """Translates files of this package."""
+    """Returns the state dict of this package without changes."""
     return dict(state)
 
 
 @dataclass(frozen=True)
 class Format:
-    """One kind of file.
+    """Describes one format of checkpoints.
 
     Args:
-        backbone: Name of the class of this package that such a file is for.
-        marks: Patterns. Each of them matches a key of such a file.
-        convert: Translates a state dict.
-        misses: Patterns that match no key of such a file.
-        dropped: Patterns of keys that the backbone has no use for, each with the reason.
-        heads: Number of heads of an attention, or all that it may have, by its name and the translated state, or None
-            where files do not tell.
-        eps: What a norm adds to the variance, by its name and the translated state, or None where files do not tell.
-        norms: What a norm may be, by its name and the translated state: each ``norm_cfg`` that the tensors allow. None:
-            LayerNorm with the eps of ``eps``, or what a training makes of it.
-        choices: The normalisers among which tensors do not tell, by the names that ``convert.py --norm`` takes.
-        settings: Arguments, other than defaults, that the backbone needs for a file, by the tensors of the file.
-        computed: Keys of the translated state that the backbone computes itself, each with the reason. Raises
-            ValueError if the backbone computes something else.
-        check: Says why a backbone would compute something else with the weights of such files; '' where it does not.
-        note: What the user has to know about a file whose tensors do not tell all, by the translated state.
-        in_auto: Whether a file with such keys has this format unless the user names another, by its tensors.
-        norm_cfg: Normaliser with which the backbone computes what the model of the file does, unless ``settings`` gives
-            another one.
-        out_type: Output with which it gives what that model gives; None: the file holds a whole model.
+        backbone: Name of the backbone class in this package that loads such files.
+        marks: Regular expressions. Each of them matches at least one key of such files.
+        convert: Function that translates a state dict to the names and shapes of this package.
+        misses: Regular expressions that match no key of such files.
+        dropped: Regular expressions for keys that the backbone does not need, each with the reason.
+        heads: Function of the name of an attention layer and the translated state dict. Returns the number of heads,
+            several possible numbers, or None if the file does not determine it.
+        eps: Function of the name of a norm and the translated state dict. Returns the norm's eps, or None if the file
+            does not determine it.
+        norms: Function of the name of a norm and the translated state dict. Returns each ``norm_cfg`` that the tensors
+            allow. If the result is empty, only eps is checked.
+        choices: Normalisers that have the same tensors, by the names that ``convert.py --norm`` accepts.
+        settings: Function of the original state dict. Returns the arguments that the backbone needs for the file.
+        computed: Function of the translated state dict and the backbone. Returns the keys whose values the backbone
+            computes itself, each with the reason. Raises ValueError if the backbone computes different values.
+        check: Function of a backbone. Returns the reason if the backbone would compute different outputs with the
+            weights of such files, or ''.
+        note: Function of the translated state dict. Returns a message for the user about settings that the tensors do
+            not determine, or ''.
+        in_auto: Function of the original state dict. Returns whether the format is considered if the user names none.
+        norm_cfg: Normaliser of the model in the file, unless ``settings`` returns another one.
+        out_type: ``out_type`` for which the backbone returns the features of the model in the file. None: the file
+            contains a whole model.
     """
 
     backbone: str
@@ -64,7 +67,7 @@ class Format:
 
     @property
     def is_own(self) -> bool:
-        """Whether files of this package are meant, whose tensors do not tell how their model was configured."""
+        """Whether this is a format of this package. The tensors do not determine the config of such a model."""
         return self.convert is as_they_are
 
     def recognises(self, keys: Iterable[str]) -> bool:
@@ -77,5 +80,5 @@ def _any(pattern: str, keys: list[str]) -> bool:
 
 
 def without(state: State, dropped: Iterable[str]) -> State:
-    """The tensors whose keys match none of the patterns."""
+    """Returns the tensors whose keys match none of the patterns."""
     return {key: value for key, value in state.items() if not any(re.match(pattern, key) for pattern in dropped)}

@@ -1,4 +1,4 @@
-"""Formats of LeViT checkpoints. They contain the same tensors, so only the keys are translated."""
+"""Formats of LeViT checkpoints. All formats contain the same tensors, so only the keys are translated."""
 
 import bisect
 import re
@@ -17,13 +17,13 @@ def from_timm_levit(state: State) -> State:
     for key, value in without(state, COMPUTED).items():
         if match := re.fullmatch(r'stages\.(\d)\.(downsample|blocks\.(\d+))\.(.+)', key):
             stage, block, rest = int(match[1]), match[3], match[4].replace('attn_downsample.', 'attn.')
-            # timm has a separate module `downsample`. In our stages it is the first block.
+            # timm has a separate module `downsample`. In this package, this module is the first block of a stage.
             index = 0 if block is None else int(block) + (stage > 0)
             out[f'stages.{stage}.blocks.{index}.{rest}'] = value
         elif key.startswith('stem.'):
             out[key.replace('stem.', 'patch_embed.')] = value
         else:
-            raise ValueError(f"{key} is no key of timm's LeViT.")
+            raise ValueError(f"{key} is not a key of timm's LeViT.")
     return out
 
 
@@ -36,7 +36,7 @@ def from_mmpretrain_levit(state: State) -> State:
         elif match := re.fullmatch(r'stages\.(\d)\.(\d+)\.(?:block\.)?(.+)', key):
             out[_sub_block(int(match[1]), int(match[2]), match[3])] = value
         else:
-            raise ValueError(f"{key} is no key of MMPretrain's LeViT.")
+            raise ValueError(f"{key} is not a key of MMPretrain's LeViT.")
     return out
 
 
@@ -51,17 +51,17 @@ def from_levit(state: State) -> State:
             stage = bisect.bisect_right(starts, int(match[1])) - 1
             out[_sub_block(stage, int(match[1]) - starts[stage], match[2])] = value
         else:
-            raise ValueError(f"{key} is no key of LeViT's authors.")
+            raise ValueError(f"{key} is not a key of the authors' LeViT.")
     return out
 
 
 def _stem(layer: int, rest: str) -> str:
-    """Translates a key of the stem. Even numbers are convolutions, and odd numbers are activations."""
+    """Translates a key of the stem. Layers with even numbers are convolutions, and the others are activations."""
     return f'patch_embed.conv{layer // 2 + 1}.' + re.sub(r'^(c|conv)\.', 'linear.', rest)
 
 
 def _sub_block(stage: int, index: int, rest: str) -> str:
-    """Translates a key of a sub-block. Even numbers are attention layers, and odd numbers are MLPs."""
+    """Translates a key of a sub-block. Sub-blocks with even numbers are attention layers, and the others are MLPs."""
     for theirs, ours in {
         r'\.c\.': '.linear.',
         r'^(q|proj)\.1\.': r'\1.ln.',
@@ -76,8 +76,8 @@ def _check_norms(backbone: nn.Module) -> str:
     if not any('.norm' in key for key in backbone.state_dict()):
         return ''
     return (
-        'have no norm before attention and MLPs, but the target has one. With the same weights it would compute '
-        'something else. Build it with norm_cfg=None.'
+        'have no norm before attention and MLPs, but the target has one. With the same weights, the target would '
+        'compute different outputs. Set norm_cfg=None.'
     )
 
 

@@ -1,4 +1,4 @@
-"""With which settings the model of a file computes, where its tensors do not tell."""
+"""Compares a backbone with the config of the backbone that a checkpoint was saved from."""
 
 import ast
 import inspect
@@ -13,15 +13,17 @@ from mmdtn.norms import DTN, TokenNorm
 
 from .arguments import settings_by_arguments
 
-# Arguments of norms that change nothing in evaluation: a training may go on with others.
+# Arguments of norms that have no effect in evaluation. Fine-tuning may change them.
 OF_TRAINING = {'momentum', 'sync', 'warmup_iters', 'alpha_fwd', 'alpha_bwd', 'q', 'window', 'grad_window'}
 OF_TRAINING |= {'outlier_filter'}
 
 
 def backbone_settings(checkpoint: Any) -> dict[str, Any] | None:
-    """Of the config in a checkpoint's meta, as MM's training runs leave it there, or of a training script's arguments.
+    """Returns the settings of the backbone in a checkpoint.
 
-    None where there is neither. The text of a config is read as data: one that has to be run to be understood is none.
+    The settings come from the arguments of a training script, or from the config that MMEngine's runner saves in the
+    checkpoint's ``meta``. Returns None if the checkpoint has neither of them. The config is parsed as data and never
+    executed. If it is not plain data, it is ignored.
     """
     if told := settings_by_arguments(checkpoint):
         return told[1]
@@ -42,30 +44,30 @@ def backbone_settings(checkpoint: Any) -> dict[str, Any] | None:
 
 
 class _AsLiterals(ast.NodeTransformer):
-    """dict(a=1) as {'a': 1}."""
+    """Converts calls such as ``dict(a=1)`` to literals such as ``{'a': 1}``."""
 
-    def visit_Call(self, node: ast.Call) -> ast.AST:  # ast finds it by this name
+    def visit_Call(self, node: ast.Call) -> ast.AST:  # name that ast.NodeTransformer requires
         self.generic_visit(node)
         if not isinstance(node.func, ast.Name) or node.func.id != 'dict' or node.args:
-            raise ValueError('no plain data')
+            raise ValueError('not plain data')
         keys: list[ast.expr | None] = [ast.Constant(keyword.arg) for keyword in node.keywords]
         return ast.Dict(keys, [keyword.value for keyword in node.keywords])
 
 
 def check_origin(settings: Mapping[str, Any], backbone: nn.Module, resize: bool = False) -> bool:
-    """That ``backbone`` computes with the tensors of a file what the backbone of ``settings``, its own, did.
+    """Raises ValueError if a backbone with ``settings`` and the same weights computes different outputs.
 
-    Returns whether they could be compared: settings of another package's backbone cannot. With ``resize``, positions
-    that both compute may be those of different image sizes.
+    Returns whether the two were compared. Settings of another package's backbone cannot be compared. With ``resize``,
+    computed position embeddings may have different sizes.
     """
     said = dict(settings)
     kind = said.pop('type', None)
     if MODELS.get(kind if isinstance(kind, str) else '') is not type(backbone):
-        return False  # of another package, whose format tells
+        return False  # the backbone is from another package
     try:
-        with torch.device('meta'):  # without memory
+        with torch.device('meta'):  # allocates no memory
             origin = type(backbone)(**said | dict(init_cfg=None))
-    except TypeError:  # an argument of another version
+    except TypeError:  # another version of this package had other arguments
         return False
     differences = []
     before, after = (getattr(model, 'cls_from', None) for model in (origin, backbone))
@@ -84,15 +86,15 @@ def check_origin(settings: Mapping[str, Any], backbone: nn.Module, resize: bool 
         differences += _different_norms(name, other, module)
     if differences:
         raise ValueError(
-            f'with the same weights the target would compute something else. In the config of the file '
-            f'{"; ".join(differences[:3])}{f"; and {len(differences) - 3} more" if differences[3:] else ""}. Its '
-            f'settings are {dict(settings)}.'
+            'With the same weights, the target would compute different outputs. The config of the file differs: '
+            f'{"; ".join(differences[:3])}{f"; and {len(differences) - 3} more" if differences[3:] else ""}. The '
+            f'backbone of the file is {dict(settings)}. Use these settings for the target.'
         )
     return True
 
 
 def _different_norms(name: str, other: nn.Module | None, module: nn.Module) -> list[str]:
-    """What of a norm would be computed in another way. LayerNorm may become another norm, which is then trained."""
+    """Lists the differences between a norm and the norm in the file. Replacing LayerNorm is not a difference."""
     differences = []
     norms = isinstance(module, (DTN, nn.LayerNorm)) and isinstance(other, (DTN, nn.LayerNorm))
     before, after = (getattr(m, 'eps', None) for m in (other, module))
@@ -100,14 +102,17 @@ def _different_norms(name: str, other: nn.Module | None, module: nn.Module) -> l
         differences.append(f'{name} has eps={before}, not {after}')
     if isinstance(module, DTN) and isinstance(other, DTN) and _function_of(other) != _function_of(module):
         differences.append(f'{name} is {in_one_line(other)}, not {in_one_line(module)}')
-    if isinstance(other, TokenNorm) and not isinstance(module, nn.Identity):  # Identity is what fusing leaves
+    if isinstance(other, TokenNorm) and not isinstance(module, nn.Identity):  # fusing replaces norms by nn.Identity
         same = type(other) is type(module) and _in_evaluation(other) == _in_evaluation(module)
         differences += [] if same else [f'{name} is {in_one_line(other)}, not {in_one_line(module)}']
     return differences
 
 
 def _function_of(norm: DTN) -> tuple:
-    """What neither tensors nor eps tell. Cells of one token have no variance to pool."""
+    """Returns the settings of DTN that neither the tensors nor eps determine.
+
+    If each cell of the pooling is one token, ``pool_second_moment`` has no effect.
+    """
     settings = norm.settings._replace(eps=0)
     if settings.pool_size == 1:
         settings = settings._replace(pool_second_moment=True)
@@ -115,11 +120,11 @@ def _function_of(norm: DTN) -> tuple:
 
 
 def _in_evaluation(norm: nn.Module) -> dict[str, Any]:
-    """The arguments by which a norm computes in evaluation."""
+    """Returns the arguments of a norm that have an effect in evaluation."""
     names = inspect.signature(type(norm)).parameters.keys() - OF_TRAINING
     return {name: getattr(norm, name) for name in names}
 
 
 def in_one_line(norm: nn.Module) -> str:
-    """The class and the unusual arguments of a norm, without its parts."""
+    """Returns the class name and the arguments of a norm."""
     return f'{type(norm).__name__}({norm.extra_repr()})'

@@ -1,4 +1,4 @@
-"""PVT: formats of its checkpoints, and their translation, which depends on keys and shapes alone."""
+"""Formats of PVT checkpoints. The translation depends only on keys and shapes."""
 
 import re
 
@@ -6,12 +6,12 @@ from .format import Format, State
 
 
 def from_mmdet_pvt(state: State) -> State:
-    """MMDetection's ``PyramidVisionTransformer``; square position embeddings."""
+    """Translates MMDetection's ``PyramidVisionTransformer``. The position embeddings must be square."""
     out: State = {}
     for key, value in state.items():
         match = re.fullmatch(r'layers\.(\d)\.(\d)\.(.+)', key)
         if match is None:
-            raise ValueError(f"{key} is no key of MMDetection's PyramidVisionTransformer.")
+            raise ValueError(f"{key} is not a key of MMDetection's PyramidVisionTransformer.")
         stage, part, rest = match[1], match[2], match[3]
         if part == '0':
             out[f'stages.{stage}.patch_embed.' + rest.replace('projection', 'proj')] = value
@@ -32,8 +32,8 @@ def from_mmdet_pvt(state: State) -> State:
                 out[block + name.replace('attn.attn.out_proj', 'attn.proj')] = value
             elif name.startswith('ffn.layers.'):
                 _, _, number, kind = name.split('.')
-                layer = {'0': 'fc1', '1': 'dwconv'}.get(number, 'fc2')  # the second one is of version 2 alone
-                linear = value.dim() == 4 and layer != 'dwconv'  # theirs are 1 x 1 convolutions
+                layer = {'0': 'fc1', '1': 'dwconv'}.get(number, 'fc2')  # only PVTv2 has the depthwise convolution
+                linear = value.dim() == 4 and layer != 'dwconv'  # MMDetection uses 1 x 1 convolutions
                 out[block + f'mlp.{layer}.{kind}'] = value.flatten(1) if linear else value
             else:
                 out[block + name] = value
@@ -41,24 +41,27 @@ def from_mmdet_pvt(state: State) -> State:
 
 
 def from_timm_pvt_v2(state: State) -> State:
-    """timm's ``pvt_v2_*``, whose blocks have our names."""
+    """Translates timm's ``pvt_v2_*``. The parameters of its blocks have the same names as here."""
     out: State = {}
     for key, value in state.items():
         if not key.startswith(('patch_embed.', 'stages.')):
-            raise ValueError(f"{key} is no key of timm's PVTv2.")
+            raise ValueError(f"{key} is not a key of timm's PVTv2.")
         key = re.sub(r'^patch_embed\.', 'stages.0.patch_embed.', key)
         out[key.replace('.downsample.', '.patch_embed.')] = value
     return out
 
 
 def from_pvt(state: State) -> State:
-    """The classifiers of whai362/PVT, 1 and 2; square position embeddings, the last one led by the class token's."""
+    """Translates the classifiers of whai362/PVT, version 1 and 2.
+
+    The position embeddings must be square. The embedding of the last stage starts with the class token's position.
+    """
     out: State = {}
     for key, value in state.items():
         match = re.fullmatch(r'(patch_embed|pos_embed|block|norm)([1-4])(\.(.+))?', key)
         if match is None:
             if key not in ('cls_token', 'norm.weight', 'norm.bias'):
-                raise ValueError(f'{key} is no key of whai362/PVT.')
+                raise ValueError(f'{key} is not a key of whai362/PVT.')
             out[key] = value[:, None] if key == 'cls_token' else value
             continue
         part, stage, rest = match[1], f'stages.{int(match[2]) - 1}.', match[4]
@@ -76,17 +79,20 @@ def from_pvt(state: State) -> State:
 
 
 def published_heads(attention: str, state: State) -> int:
-    """Of ``attention``, as ``'stages.0.blocks.0.attn'``: every published PVT has these, and no tensor tells them."""
+    """Returns the number of heads of an attention layer in published PVTs, which the tensors do not determine."""
     return (1, 2, 5, 8)[int(attention.split('.')[1])]
 
 
 def published_eps(norm: str, state: State) -> float:
-    """Of whai362/PVT and of timm's version of it: torch's default next to convolutions, 1e-6 elsewhere."""
+    """Returns the eps of a norm in whai362/PVT and timm: torch's default after convolutions, 1e-6 elsewhere."""
     return 1e-5 if norm.endswith(('patch_embed.norm', 'attn.norm')) else 1e-6
 
 
 def _own_heads(attention: str, state: State) -> int | None:
-    """Of files of this package only the config tells them, but with LayerNorm at published widths these."""
+    """Returns the published number of heads for models with LayerNorm and published widths, otherwise None.
+
+    For other files of this package, only the config determines the number.
+    """
     stage, width = int(attention.split('.')[1]), state[f'{attention}.q.weight'].shape[0]
     published = width in ((32, 64), (64, 128), (160, 320), (256, 512))[stage]
     with_dtn = any(key.endswith('.var_mix') for key in state)
@@ -97,8 +103,8 @@ def _note(state: State) -> str:
     if 'stages.0.pos_embed' not in state:  # version 2
         return ''
     return (
-        "heads 1, 2, 5, 8 as in whai362/PVT. The DTN authors' PVT with LayerNorm has the same tensors and heads "
-        "4, 4, 5, 8: --from dtn, or source='dtn' in init_cfg, if the file is theirs"
+        "the stages have 1, 2, 5, 8 heads, as in whai362/PVT. The DTN authors' PVT with LayerNorm has the same "
+        "tensors, but 4, 4, 5, 8 heads. For a file of these authors, use --from dtn, or source='dtn' in init_cfg"
     )
 
 

@@ -1,4 +1,4 @@
-"""Formats of Swin checkpoints, and their translation."""
+"""Formats of Swin checkpoints."""
 
 import re
 from collections.abc import Callable
@@ -28,7 +28,7 @@ def from_mmdet_swin(state: State) -> State:
 
 
 def from_mmpretrain_swin(state: State) -> State:
-    """Translates MMPretrain's ``SwinTransformer``. It has the layout of MMDetection's, and one norm at the end."""
+    """Translates MMPretrain's ``SwinTransformer``, which has MMDetection's layout and one norm at the end."""
     return from_mmdet_swin(state)
 
 
@@ -43,7 +43,11 @@ def from_timm_swin(state: State) -> State:
 
 
 def _rename(state: State, stages: str, merging_first: bool, whose: str) -> State:
-    """Renames stages and norms. A stage begins with its patch merging here, which elsewhere ends the stage before."""
+    """Renames stages and norms.
+
+    In this package, a stage begins with its patch merging. In some formats, the patch merging is the end of the
+    previous stage.
+    """
     out: State = {}
     for key, value in without(state, [*COMPUTED, r'head\.']).items():
         if match := re.fullmatch(rf'{stages}\.(\d)\.(blocks|downsample)\.(.+)', key):
@@ -51,10 +55,10 @@ def _rename(state: State, stages: str, merging_first: bool, whose: str) -> State
             if part == 'downsample':
                 stage += not merging_first
                 if not 1 <= stage <= 3:
-                    raise ValueError(f'{key} is no key of {whose}, which has its patch mergings elsewhere.')
+                    raise ValueError(f'{key} is not a key of {whose}, which has its patch mergings in other stages.')
             key = f'stages.{stage}.{part}.{rest}'
         elif not re.match(r'(patch_embed|norm[0-3]?)\.', key):
-            raise ValueError(f'{key} is no key of {whose}.')
+            raise ValueError(f'{key} is not a key of {whose}.')
         out[re.sub(r'^norm\.', 'norm3.', key)] = value
     return out
 

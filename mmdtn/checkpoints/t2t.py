@@ -1,9 +1,10 @@
-"""T2T-ViT: formats of its checkpoints, and their translation, which depends on keys and tensors alone.
+"""Formats of T2T-ViT checkpoints. The translation depends only on keys and tensors.
 
-Files of Unified Normalization's authors are among them: T2T-ViT with UN in the place of each LayerNorm.
+The authors of Unified Normalization (UN) publish T2T-ViT with UN instead of LayerNorm. These files are supported too.
 
-Most files hold the table of sines, which the model computes. Here the class token has no position, so that it can join
-before any block: a translated token includes the position that it had.
+Most files contain the table of sines for positions, which the model computes itself. In this package the class token
+has no position embedding, so that it can join before any block. A translated class token therefore includes the
+position embedding that it had.
 """
 
 import math
@@ -17,19 +18,19 @@ from torch import Tensor, nn
 from .format import Format, State
 from .vit import check_class_token, published_heads
 
-SCALE = 16  # pixels along the side of a token
+SCALE = 16  # side of a token in pixels
 UN = dict(
     running_var='phi', ema_gz='psi', iters='count', buffer_x2='squares', buffer_gz='grads', skip_counter='skipped'
 )
 
 
 def from_t2t(state: State) -> State:
-    """The authors' ``T2T_ViT``, its token module of transformers or of performers."""
+    """Translates the authors' ``T2T_ViT``. The token module consists of transformer or performer layers."""
     out: State = {}
     for key, value in state.items():
         if key == 'cls_token':
             table = state.get('pos_embed', sines(1, value.shape[-1])[None])
-            out[key] = (value.double() + table[:, :1].double())[:, None]  # rounded once, to the dtype of the target
+            out[key] = (value.double() + table[:, :1].double())[:, None]  # float64 avoids rounding twice
         elif key == 'pos_embed':
             side = _side(value)
             out[key] = value[:, 1:].reshape(1, side, side, -1)
@@ -41,12 +42,12 @@ def from_t2t(state: State) -> State:
         elif key.startswith(('blocks.', 'norm.')):
             out[key] = value
         else:
-            raise ValueError(f"{key} is no key of T2T-ViT's authors.")
+            raise ValueError(f"{key} is not a key of the authors' T2T-ViT.")
     return dict(_unified(key, value) for key, value in out.items())
 
 
 def _unified(key: str, value: Tensor) -> tuple[str, Tensor]:
-    """Their buffers of UN under our names. A counter of theirs has one element, ours has no dimension."""
+    """Renames a buffer of UN. The authors' counters have one element, and the counters of this package are scalars."""
     norm, _, part = key.rpartition('.')
     if part not in UN:
         return key, value
@@ -54,7 +55,7 @@ def _unified(key: str, value: Tensor) -> tuple[str, Tensor]:
 
 
 def _token_layer(key: str, value: Tensor) -> State:
-    if '.kqv.' in key:  # a performer's
+    if '.kqv.' in key:  # performer layers concatenate key, query and value in this order
         k, q, v = value.chunk(3)
         return {key.replace('kqv', 'qkv'): torch.cat((q, k, v))}
     key = key.replace('.mlp.0.', '.fc1.').replace('.mlp.2.', '.fc2.')
@@ -62,11 +63,11 @@ def _token_layer(key: str, value: Tensor) -> State:
 
 
 def from_mmpretrain_t2t(state: State) -> State:
-    """MMPretrain's ``T2T_ViT``."""
+    """Translates MMPretrain's ``T2T_ViT``."""
     out: State = {}
     for key, value in state.items():
         if not key.startswith(('tokens_to_token.', 'encoder.', 'cls_token', 'pos_embed', 'norm.')):
-            raise ValueError(f"{key} is no key of MMPretrain's T2T_ViT.")
+            raise ValueError(f"{key} is not a key of MMPretrain's T2T_ViT.")
         for theirs, authors in {
             r'^encoder\.': 'blocks.',
             r'\.ln([12])\.': r'.norm\1.',
@@ -79,7 +80,10 @@ def from_mmpretrain_t2t(state: State) -> State:
 
 
 def sines(positions: int, channels: int) -> Tensor:
-    """The table of "Attention Is All You Need", ``positions x channels``: sines in even channels, cosines in odd."""
+    """Computes the position table of "Attention Is All You Need", ``positions x channels``.
+
+    Even channels contain sines, and odd channels contain cosines.
+    """
     pair = torch.arange(channels, dtype=torch.float64) // 2
     angles = torch.arange(positions, dtype=torch.float64)[:, None] / 10000 ** (2 * pair / channels)
     even = torch.arange(channels) % 2 == 0
@@ -87,7 +91,7 @@ def sines(positions: int, channels: int) -> Tensor:
 
 
 def is_sines(table: Tensor) -> bool:
-    """Whether ``table``, ``1 x positions x channels`` in any precision, is that of :func:`sines`."""
+    """Returns whether a table, ``1 x positions x channels``, equals the result of :func:`sines` up to its precision."""
     want = sines(*table.shape[1:])[None]
     return torch.allclose(table.double(), want.double(), rtol=0, atol=max(1e-5, torch.finfo(table.dtype).eps))
 
@@ -96,13 +100,13 @@ def _side(table: Tensor) -> int:
     side = math.isqrt(table.shape[1] - 1)
     if side * side != table.shape[1] - 1:
         raise ValueError(
-            f'pos_embed has {table.shape[1]} rows: one for the class token and a square grid are expected.'
+            f'pos_embed has {table.shape[1]} rows. Expected one row for the class token and the rows of a square grid.'
         )
     return side
 
 
 def _settings(state: State) -> dict[str, Any]:
-    """The normaliser; the image size of the table of positions, and whether it has to be taken from the file."""
+    """Returns the normaliser, the image size of the position table, and whether the table was learned."""
     settings: dict[str, Any] = {}
     if (squares := state.get('blocks.0.norm1.buffer_x2')) is not None:
         grads, norm_cfg = state['blocks.0.norm1.buffer_gz'], dict[str, Any](type='UN')
@@ -121,27 +125,30 @@ def _norms(norm: str, state: State) -> Sequence[dict[str, Any]]:
 
 
 def _computed(ours: State, backbone: nn.Module) -> dict[str, str]:
-    """The table of positions, if the model computes the same one."""
+    """Returns the key of the position table, with the reason, if the model computes the same table itself."""
     table, own = ours.get('pos_embed'), dict(backbone.named_buffers()).get('pos_embed')
-    if table is None or own is None:  # a parameter of the model takes any table
+    if table is None or own is None:  # a learned position embedding accepts any table
         return {}
     lead = sines(1, table.shape[3])[None].to(table)
     img_size = SCALE * table.shape[1]
     if not is_sines(torch.cat((lead, table.flatten(1, 2)), 1)):
         raise ValueError(
-            'pos_embed is not the table of sines that the target computes: it was learned, or interpolated to another '
-            f'image size. A model with learned_positions=True and img_size={img_size} takes it.'
+            'pos_embed is not the table of sines that the target computes. The table was learned, or interpolated to '
+            f'another image size. Set learned_positions=True and img_size={img_size}.'
         )
     if table.shape != own.shape:
         raise ValueError(
-            f'pos_embed is the table of sines for {img_size} px, but the target computes one for '
-            f'{SCALE * own.shape[1]} px: set img_size={img_size}. The model resizes the table for other images.'
+            f'pos_embed is the table of sines for {img_size} px, but the target computes the table for '
+            f'{SCALE * own.shape[1]} px. Set img_size={img_size}. The model resizes the table for other images.'
         )
-    return dict(pos_embed='the table of sines, which the model computes')
+    return dict(pos_embed='the model computes this table of sines')
 
 
 def published_t2t_heads(attention: str, state: State) -> tuple[int, ...]:
-    """64 channels in each head, except that t2t_vit_14_resnext has 32 heads and the tensors of t2t_vit_14."""
+    """Returns the possible numbers of heads in published T2T-ViTs.
+
+    Heads have 64 channels, except in t2t_vit_14_resnext. This model has 32 heads and the same tensors as t2t_vit_14.
+    """
     heads = published_heads(attention, state)
     performer = 'patch_embed.attention1.features' in state
     return (heads, 32) if heads == 6 and performer else (heads,)
@@ -150,9 +157,9 @@ def published_t2t_heads(attention: str, state: State) -> tuple[int, ...]:
 def _note(state: State) -> str:
     notes = []
     if len(published_t2t_heads('blocks.0.attn', state)) > 1:
-        notes.append('heads are those of the target: t2t_vit_14 (6 heads) and t2t_vit_14_resnext (32) look the same')
+        notes.append('heads are taken from the target: t2t_vit_14 (6 heads) has the tensors of t2t_vit_14_resnext (32)')
     if 'norm.squares' in state:
-        notes.append('warm-up and filter of UN, for training, are those of the target: no tensor tells them')
+        notes.append('warm-up and filter of UN are taken from the target, because the tensors do not determine them')
     return '; '.join(notes)
 
 

@@ -1,4 +1,8 @@
-"""From any published file to one of our models: every tensor used or named, or an error and nothing done."""
+"""Translates published checkpoints to models of this package.
+
+Every tensor of the checkpoint is either used or listed in the report. If the checkpoint does not fit the model, an
+error is raised.
+"""
 
 import math
 import re
@@ -18,16 +22,25 @@ from .format import State
 from .formats import FORMATS, recognise
 from .origin import check_origin, in_one_line
 
-# Ends of a backbone that classification and detection do not share; all else has to fit.
+# Parameters at the end of a backbone that may differ between classification and detection. All others have to fit.
 ENDS = r'cls_token|cls_pos|norm[0-3]?\.(weight|bias)'
-# A classifier's last layer in MMPretrain's LinearClsHead and VisionTransformerClsHead; others call it head alone.
+# Names of the last layer in MMPretrain's LinearClsHead and VisionTransformerClsHead. Other packages call it ``head``.
 LAST_LAYERS = ('head.fc.', 'head.layers.head.')
 DTN_PARAMETERS = ('mean_mix', 'var_mix', 'position')
 
 
 @dataclass
 class TranslationReport:
-    """What became of each tensor of the file, and of each parameter of the model that the file did not fill."""
+    """Lists what happened to the tensors of a file and to the parameters of a model.
+
+    Args:
+        format: Format of the file.
+        used: Number of tensors that were loaded.
+        dropped: Keys of the file that were not loaded, each with the reason.
+        filled: Parameters that were resized or set to start values, each with the reason.
+        kept: Parameters that keep their initial values.
+        note: Message about settings that the tensors of the file do not determine.
+    """
 
     format: str
     used: int = 0
@@ -42,7 +55,7 @@ class TranslationReport:
         for why in dict.fromkeys(self.filled.values()):
             keys = [key for key in self.filled if self.filled[key] == why]
             lines.append(f'  {why}: {keys[0]}' + (f' and {len(keys) - 1} more' if keys[1:] else ''))
-        lines += [f'  {key}: not in the file, keeps its own start' for key in self.kept]
+        lines += [f'  {key}: not loaded, keeps its initial value' for key in self.kept]
         lines += [f'  {self.note}'] if self.note else []
         return '\n'.join(lines)
 
@@ -56,16 +69,17 @@ def translate(
     keep: str | None = None,
     settings: Mapping[str, Any] | None = None,
 ) -> tuple[State, TranslationReport]:
-    """``state`` as one that ``model`` loads, a backbone or a classifier or detector around one of ours.
+    """Translates a state dict so that ``model`` can load it.
 
     Args:
-        state: What :func:`read` gives.
-        model: Freshly built; its DTN layers are at their start.
-        source: One of ``CHOICES``.
-        warm_start: For a file with LayerNorm and a model with DTN: both lambdas of every layer.
-        resize: Interpolate position embeddings and bias tables of another size, instead of refusing them.
-        keep: A pattern: parameters of the backbone with such names keep their start, whatever the file has for them.
-        settings: Of the backbone that the file is of, if it says so: :func:`backbone_settings`.
+        state: State dict that :func:`read` returned.
+        model: Backbone of this package, or a classifier or detector with such a backbone. Parameters that the file
+            lacks are taken from the model, so the model must be newly initialised.
+        source: Format of the file, one of ``CHOICES``.
+        warm_start: Initial value of all lambdas if the file has LayerNorm and the model has DTN.
+        resize: If True, interpolates position embeddings and bias tables of another size. If False, they are an error.
+        keep: Regular expression for names of backbone parameters that keep their initial values.
+        settings: Settings of the backbone in the file, as :func:`backbone_settings` returns them.
     """
     whole = hasattr(model, 'backbone')
     backbone: nn.Module = model.backbone if whole else model  # type: ignore[assignment]
@@ -105,19 +119,19 @@ def translate(
 
 
 def split(state: State) -> tuple[State, State]:
-    """The backbone's tensors, and those of heads and necks by the names that MM's models have for them."""
-    for prefix in ('backbone.', 'teacher.module.backbone.'):  # the latter of DINO
+    """Splits a state dict into the tensors of the backbone and those of necks and heads."""
+    for prefix in ('backbone.', 'teacher.module.backbone.'):  # the second prefix is that of DINO
         if any(key.startswith(prefix) for key in state):
             theirs = {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
             return theirs, {key: value for key, value in state.items() if not key.startswith(prefix)}
-    # The DTN authors' plain ViT calls its head otherwise.
+    # The DTN authors' plain ViT calls its head ``mlp_head``.
     state = {key.replace('mlp_head.1.', 'head.'): value for key, value in state.items()}
     theirs = {key: value for key, value in state.items() if not key.startswith(('head.', 'head_dist.'))}
     return theirs, {key: value for key, value in state.items() if key not in theirs}
 
 
 def _heads_as_in(target: State, rest: State) -> State:
-    """``rest`` with the target's names of the last layer, and with MMPretrain's of LeViT's one or two heads."""
+    """Renames the tensors of the head. The last layer is named as in ``target``, and LeViT as in MMPretrain."""
     last = next((name for name in LAST_LAYERS if any(key.startswith(name) for key in target)), LAST_LAYERS[0])
     out: State = {}
     for key, value in rest.items():
@@ -135,16 +149,16 @@ def _translate(theirs: State, backbone: nn.Module, name: str, report: Translatio
         report.dropped |= {key: why for key in theirs if re.match(pattern, key)}
     try:
         out = kind.convert({key: value for key, value in theirs.items() if key not in report.dropped})
-    except (RuntimeError, IndexError, KeyError, TypeError) as error:  # of tensors that do not have the format's shapes
-        raise ValueError(f'Not a whole {name} file, by its tensors: {str(error).splitlines()[0]}') from None
+    except (RuntimeError, IndexError, KeyError, TypeError) as error:  # the tensors have unexpected shapes
+        raise ValueError(f'The tensors are not those of a complete {name} file: {str(error).splitlines()[0]}') from None
     return out
 
 
 def _fit(ours: State, target: State, report: TranslationReport, resize: bool, ends: str = ENDS) -> State:
-    """What ``target`` has a place for, in its shape and dtype."""
+    """Returns the tensors that ``target`` contains, with its shapes and dtypes. Raises ValueError if shapes differ."""
     extra = [key for key in ours if key not in target]
     if strange := [key for key in extra if not re.fullmatch(ends, key)]:
-        raise ValueError(f'The target has no {_some(strange)}. Is it another architecture, or another depth?')
+        raise ValueError(f'The target has no {_some(strange)}. It may have another architecture or depth.')
     report.dropped |= dict.fromkeys(extra, 'the target has no such part')
     out = {}
     wrong = []
@@ -154,25 +168,25 @@ def _fit(ours: State, target: State, report: TranslationReport, resize: bool, en
             report.filled[key] = f'resized from {tuple(value.shape)} to {tuple(want.shape)}'
             value = resized
         if value.is_floating_point() != want.is_floating_point():
-            wrong.append(f'{key} is {value.dtype} in the file, {want.dtype} in the target')
+            wrong.append(f'{key} is {value.dtype} in the file, but {want.dtype} in the target')
         elif value.shape != want.shape:
             hint = ' (resize=True, or --resize, interpolates it)' if _resize(key, value, want) is not None else ''
-            wrong.append(f'{key} is {tuple(value.shape)} in the file, {tuple(want.shape)} in the target{hint}')
+            wrong.append(f'{key} is {tuple(value.shape)} in the file, but {tuple(want.shape)} in the target{hint}')
         else:
             out[key] = value.to(want.dtype).clone()
     if wrong:
-        raise ValueError(f'Tensors that do not fit: {_some(wrong)}.')
+        raise ValueError(f'These tensors do not fit: {_some(wrong)}.')
     return out
 
 
 def _resize(key: str, value: Tensor, want: Tensor) -> Tensor | None:
-    """``value`` interpolated to the shape of ``want``, for what has a place in an image; else None."""
+    """Interpolates position embeddings and bias tables to the shape of ``want``. Returns None for other tensors."""
     if key.endswith('pos_embed') and value.dim() == 4 and value.shape[3] == want.shape[3]:
         return resample_abs_pos_embed_nhwc(value, list(want.shape[1:3]))
     if key.endswith('relative_position_bias_table') and value.dim() == 2 and value.shape[1] == want.shape[1]:
         window = (math.isqrt(len(want)) + 1) // 2
         return resize_rel_pos_bias_table(value, (window, window), tuple(want.shape))
-    if key.endswith('attention_biases') and value.dim() == 2 and len(value) == len(want):  # by distance, from 0 on
+    if key.endswith('attention_biases') and value.dim() == 2 and len(value) == len(want):  # by distance, starting at 0
         sides = [math.isqrt(table.shape[1]) for table in (value, want)]
         if [side**2 for side in sides] == [value.shape[1], want.shape[1]]:
             square = value.view(1, len(value), sides[0], sides[0])
@@ -181,7 +195,7 @@ def _resize(key: str, value: Tensor, want: Tensor) -> Tensor | None:
 
 
 def _check_heads(ours: State, backbone: nn.Module, name: str, configured: bool) -> None:
-    """Raises ValueError if an attention has another number of heads than in the file, which no shape tells."""
+    """Raises ValueError if the number of heads differs from the file. The shapes of tensors do not show this."""
     for key in ours:
         if not re.search(r'\.attn\.(q|qkv)\.weight$', key) or (FORMATS[name].is_own and configured):
             continue
@@ -192,17 +206,17 @@ def _check_heads(ours: State, backbone: nn.Module, name: str, configured: bool) 
             example = f'num_heads={possible[0]})'
             if FORMATS[name].backbone == 'PVTDTN':
                 stages = tuple(FORMATS[name].heads(f'stages.{i}.blocks.0.attn', ours) for i in range(4))
-                example = f'num_heads={stages}, norm_heads=(4, 4, 5, 8)), where norm_heads are those of DTN'
+                example = f'num_heads={stages}, norm_heads=(4, 4, 5, 8)), where norm_heads are the heads of DTN'
             note = FORMATS[name].note(ours)
             note = f' In this file: {note}' if note else ''
             raise ValueError(
-                f'{attention} has {" or ".join(map(str, possible))} heads in {name} files, but {given} in the target: '
-                f'choose an arch with the heads of the file, as arch=dict(base=..., {example}.{note}'
+                f'{attention} has {" or ".join(map(str, possible))} heads in {name} files, but {given} in the target. '
+                f'Choose an arch with the heads of the file, such as arch=dict(base=..., {example}.{note}'
             )
 
 
 def _check_norms(ours: State, backbone: nn.Module, name: str, warm_start: float | None) -> None:
-    """Raises ValueError if a norm is another one than in the file, where the format knows which it was."""
+    """Raises ValueError if a norm differs from the norm in the file, provided that the format specifies the norm."""
     modules = dict(backbone.named_modules())
     for norm in sorted({match[1] for key in ours if (match := re.match(r'(.*\bnorm[0-3]?)\.', key))} & modules.keys()):
         possible = FORMATS[name].norms(norm, ours)
@@ -210,11 +224,11 @@ def _check_norms(ours: State, backbone: nn.Module, name: str, warm_start: float 
             cfgs = ' or '.join(
                 f'dict({", ".join(f"{key}={value!r}" for key, value in cfg.items())})' for cfg in possible
             )
-            groups = '; groups are the heads of the attention' if hasattr(modules[norm], 'num_groups') else ''
+            groups = ', with one group for each head of the attention' if hasattr(modules[norm], 'num_groups') else ''
             raise ValueError(
-                f'{norm} is {cfgs} in this {name} file{groups}, but {in_one_line(modules[norm])} in the target, which '
-                'would compute something else. Give the norm of the file in norm_cfg or other_norm_cfg, whichever '
-                'this norm is built from.'
+                f'{norm} is {cfgs} in this {name} file{groups}, but {in_one_line(modules[norm])} in the target. The '
+                'target would compute different outputs. Use the norm of the file in norm_cfg or other_norm_cfg, '
+                'whichever this norm is built from.'
             )
 
 
@@ -223,7 +237,7 @@ def _as_code(cfg: Mapping[str, Any]) -> str:
 
 
 def _is_norm(modules: Mapping[str, nn.Module], norm: str, cfg: Mapping[str, Any], warm_start: float | None) -> bool:
-    """Whether ``norm`` computes what ``cfg`` says. A warm start makes DTN of LayerNorm."""
+    """Returns whether a norm has the settings in ``cfg``. A warm start may replace LayerNorm by DTN."""
     module = modules[norm]
     if warm_start is not None and cfg['type'] == 'LN' and isinstance(module, DTN):
         return module.eps == cfg['eps']
@@ -239,20 +253,20 @@ def _is_norm(modules: Mapping[str, nn.Module], norm: str, cfg: Mapping[str, Any]
 
 
 def _check_eps(ours: State, theirs: State, backbone: nn.Module, name: str) -> None:
-    """Raises ValueError if a norm adds another number to the variance than the norm of the file did."""
+    """Raises ValueError if the eps of a norm differs from its eps in the file."""
     for norm, module in backbone.named_modules():
         if not isinstance(module, (nn.LayerNorm, DTN)) or f'{norm}.weight' not in ours:
             continue
         if FORMATS[name].norms(norm, ours):
-            continue  # compared already
+            continue  # _check_norms has compared eps
         eps = FORMATS[name].eps(norm, ours)
         if eps is not None and eps != module.eps:
             needed = FORMATS[name].settings(theirs).get('other_norm_cfg')
-            example = f' For this file other_norm_cfg is {needed}.' if needed else ''
+            example = f' For this file, set other_norm_cfg={needed}.' if needed else ''
             raise ValueError(
-                f'{norm} has eps={eps} in {name} files, but eps={module.eps} in the target, which would compute '
-                'something else. Give the eps of the file in norm_cfg or other_norm_cfg, whichever this norm is built '
-                f'from.{example}'
+                f'{norm} has eps={eps} in {name} files, but eps={module.eps} in the target. The target would compute '
+                'different outputs. Use the eps of the file in norm_cfg or other_norm_cfg, whichever this norm is '
+                f'built from.{example}'
             )
 
 
@@ -266,20 +280,23 @@ def _check_warm_start(backbone: nn.Module, warm_start: float | None) -> None:
                 f'has DTN({layer.extra_repr()}).'
             )
     if warm_start is not None and not layers:
-        raise ValueError('A warm start turns LayerNorm into DTN, but the target has no DTN layer.')
+        raise ValueError('A warm start replaces LayerNorm by DTN, but the target has no DTN layer.')
 
 
 def _fill(
     ours: State, target: State, report: TranslationReport, backbone: nn.Module, warm_start: float | None
 ) -> State:
-    """The backbone's parameters that the file has not: from the warm start, or zero, or left alone."""
+    """Returns values for parameters that the file lacks: start values of DTN, or zeros for missing biases.
+
+    Parameters at the end of the backbone keep their initial values. Other missing parameters raise an error.
+    """
     out = {}
     missing = [key for key in target if key not in ours]
     without = [key for key in missing if key.rpartition('.')[2] in DTN_PARAMETERS and '.rpe.' not in key]
     if without and warm_start is None:
         raise ValueError(
-            f'The target has DTN layers, of which the file has no {_some(without)}. A file with LayerNorm becomes a '
-            'model with DTN by a warm start: warm_start=0.999, or --warm-start.'
+            f'The target has DTN layers, but the file has no {_some(without)}. If the file has LayerNorm, use a warm '
+            'start: warm_start=0.999 in init_cfg, or --warm-start.'
         )
     for key in without:
         assert warm_start is not None
@@ -288,14 +305,17 @@ def _fill(
         else:
             out[key], report.filled[key] = torch.full_like(target[key], mix_of(warm_start)), f'lambda {warm_start}'
     for key in (key for key in missing if key not in without):
-        if re.search(r'\.attn\.(q|kv)\.bias$', key):  # the authors' ViT has none
+        if re.search(r'\.attn\.(q|kv)\.bias$', key):  # the DTN authors' ViT has no such bias
             out[key], report.filled[key] = torch.zeros_like(target[key]), 'zero: the file has no such bias'
         elif key.endswith('.attn.rpe.position'):
-            out[key], report.filled[key] = torch.zeros_like(target[key]), 'zero: the attention of the file has no rpe'
+            out[key], report.filled[key] = torch.zeros_like(target[key]), 'zero: the attention in the file has no rpe'
         elif re.fullmatch(ENDS, key):
             report.kept.append(key)
     if lost := [key for key in missing if key not in out and key not in report.kept]:
-        raise ValueError(f'The file has no {_some(lost)}, which the target needs: cut short, or another architecture?')
+        raise ValueError(
+            f'The file has no {_some(lost)}, which the target needs. The file may be incomplete, or have '
+            'another architecture.'
+        )
     return out
 
 

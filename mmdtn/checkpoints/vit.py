@@ -1,4 +1,4 @@
-"""ViT: formats of its checkpoints, and their translation, which depends on keys and shapes alone."""
+"""Formats of ViT checkpoints. The translation depends only on keys and shapes."""
 
 import math
 import re
@@ -9,18 +9,21 @@ from .format import Format, State
 
 
 def from_timm_vit(state: State) -> State:
-    """timm's ``vit_*`` and ``deit_*`` with a class token; a square position embedding, perhaps led by the token's."""
+    """Translates timm's ``vit_*`` and ``deit_*`` with a class token.
+
+    The position embedding must be square, and may start with the position of the class token.
+    """
     out: State = {}
     for key, value in state.items():
         if not key.startswith(('cls_token', 'pos_embed', 'patch_embed.proj.', 'blocks.', 'norm.')):
-            raise ValueError(f"{key} is no key of timm's ViT.")
+            raise ValueError(f"{key} is not a key of timm's ViT.")
         if key == 'pos_embed':
             side = int(value.shape[1] ** 0.5)
             out[key] = value[:, value.shape[1] - side * side :].reshape(1, side, side, -1)
-        elif key == 'cls_token':  # ours has no position, so that it can join anywhere
+        elif key == 'cls_token':  # includes its position, so that the token can join before any block
             position = state['pos_embed']
             leads = position.shape[1] != int(position.shape[1] ** 0.5) ** 2
-            out[key] = (value.double() + position[:, :1].double() if leads else value)[:, None]  # rounded once, later
+            out[key] = (value.double() + position[:, :1].double() if leads else value)[:, None]
         elif '.attn.qkv.' in key:
             C = value.shape[0] // 3
             out[key.replace('qkv', 'q')], out[key.replace('qkv', 'kv')] = value[:C], value[C:]
@@ -30,11 +33,11 @@ def from_timm_vit(state: State) -> State:
 
 
 def from_mmpretrain_vit(state: State) -> State:
-    """MMPretrain's ``VisionTransformer`` with a class token."""
+    """Translates MMPretrain's ``VisionTransformer`` with a class token."""
     out: State = {}
     for key, value in state.items():
         if not key.startswith(('cls_token', 'pos_embed', 'patch_embed.projection.', 'layers.', 'ln1.')):
-            raise ValueError(f"{key} is no key of MMPretrain's VisionTransformer.")
+            raise ValueError(f"{key} is not a key of MMPretrain's VisionTransformer.")
         for theirs, timms in {
             r'^ln1\.': 'norm.',
             r'^patch_embed\.projection\.': 'patch_embed.proj.',
@@ -49,13 +52,16 @@ def from_mmpretrain_vit(state: State) -> State:
 
 
 def is_of_dtns_authors(state: State) -> bool:
-    """Whether a file with timm's keys and LayerNorm is of the DTN authors: no bias in qkv, no class position."""
+    """Returns whether a file with timm's keys and LayerNorm comes from the DTN authors.
+
+    Their ViT has no bias in qkv and no position for the class token.
+    """
     position = state['pos_embed']
     return 'blocks.0.attn.qkv.bias' not in state and math.isqrt(position.shape[1]) ** 2 == position.shape[1]
 
 
 def _settings(state: State) -> dict[str, int]:
-    """The sides of patches and images, where they are not 16 and 224."""
+    """Returns the sizes of patches and images if they differ from the defaults, 16 and 224."""
     weight = next(value for key, value in state.items() if re.fullmatch(r'patch_embed\.proj(ection)?\.weight', key))
     patch = weight.shape[-1]
     size = patch * math.isqrt(state['pos_embed'].shape[1])
@@ -63,16 +69,16 @@ def _settings(state: State) -> dict[str, int]:
 
 
 def published_heads(attention: str, state: State) -> int:
-    return state[f'{attention}.q.weight'].shape[0] // 64  # so it is in all ViT, DeiT and T2T-ViT
+    return state[f'{attention}.q.weight'].shape[0] // 64  # ViT, DeiT and most T2T-ViTs have 64 channels per head
 
 
 def check_class_token(backbone: nn.Module) -> str:
     if not getattr(backbone, 'cls_from', None):
         return ''
     return (
-        f'have the class token from the first block on, but the target takes it before block {backbone.cls_from}: '
-        'with the same weights it would compute something else. It needs cls_from=0, which any norm_cfg can have, or '
-        "out_type='featmap' without a class token."
+        f'have the class token from the first block on, but in the target it joins before block {backbone.cls_from}. '
+        'With the same weights, the target would compute different outputs. Set cls_from=0, which every norm_cfg '
+        "supports, or out_type='featmap' for a model without a class token."
     )
 
 

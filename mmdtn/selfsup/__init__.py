@@ -1,4 +1,4 @@
-"""Self-supervised pre-training with DINO, and its evaluation by nearest neighbours and by linear classifiers."""
+"""Self-supervised pre-training with DINO, with evaluation by k nearest neighbours and linear classifiers."""
 
 from .dino import DINO, DINOHead, dino_loss
 from .ema import TeacherEMA

@@ -1,4 +1,4 @@
-"""DINO, self-distillation without labels (arXiv 2104.14294)."""
+"""Model, head and loss of DINO, which trains a backbone without labels (arXiv 2104.14294)."""
 
 from collections.abc import Sequence
 from itertools import groupby
@@ -16,11 +16,11 @@ from torch.nn.utils.parametrizations import weight_norm
 from .ema import TeacherEMA
 from .knn import image_vectors
 
-GLOBAL_VIEWS = 2  # the first views of an image, which the teacher sees
+GLOBAL_VIEWS = 2  # the teacher sees the first two views of each image
 
 
 class Distillation(NamedTuple):
-    """The loss of DINO, and the part of it that the student cannot change."""
+    """Loss of DINO and the entropy of the teacher, which is a lower bound of the loss."""
 
     loss: Tensor
     teacher_entropy: Tensor
@@ -29,16 +29,16 @@ class Distillation(NamedTuple):
 def dino_loss(
     student: Tensor, teacher: Tensor, centre: Tensor, student_temp: float = 0.1, teacher_temp: float = 0.04
 ) -> Distillation:
-    """Cross-entropy between the outputs of teacher and student for different views of an image.
+    """Computes the cross-entropy between the outputs of teacher and student for different views of an image.
 
     The loss is the mean of ``-sum_k q_i[k] log p_v[k]`` over the batch and over all pairs of a teacher's view ``i`` and
     a student's view ``v != i``, with ``q_i = softmax((teacher_i - centre) / teacher_temp)`` and
-    ``p_v = softmax(student_v / student_temp)``. Half precision is converted to float32.
+    ``p_v = softmax(student_v / student_temp)``. Inputs in half precision are converted to float32.
 
     Args:
-        student: ``V x B x K``. The first two views are those of the teacher.
-        teacher: ``2 x B x K``. No gradient flows into it.
-        centre: ``K``.
+        student: Outputs of the student, ``V x B x K``. The first two views are those of the teacher.
+        teacher: Outputs of the teacher, ``2 x B x K``. They are detached from the graph.
+        centre: Centre of the teacher's outputs, ``K``.
         student_temp: Temperature of the student.
         teacher_temp: Temperature of the teacher.
     """
@@ -46,7 +46,7 @@ def dino_loss(
     log_p = (student / student_temp).log_softmax(-1)
     log_q = ((teacher - centre) / teacher_temp).log_softmax(-1)
     q = log_q.exp()
-    others = log_p.sum(0) - log_p[:GLOBAL_VIEWS]  # for each view of the teacher, the sum over the student's other views
+    others = log_p.sum(0) - log_p[:GLOBAL_VIEWS]  # for each view of the teacher, sum over the other views
     loss = -(q * others).sum(-1).mean() / (len(student) - 1)
     return Distillation(loss, -(q * log_q).sum(-1).mean())
 
@@ -57,14 +57,16 @@ def _at_least_float32(x: Tensor) -> Tensor:
 
 @MODELS.register_module()
 class DINOHead(BaseModule):
-    """Projection head of DINO: three linear layers, unit length, and a linear layer with normalised weights.
+    """Projection head of DINO.
+
+    The head consists of three linear layers, L2 normalisation, and a linear layer with weight normalisation.
 
     Args:
-        in_channels: Channels of the backbone's vector.
+        in_channels: Number of channels of the backbone's output.
         out_channels: Number of outputs.
         hidden_channels: Width of the first two layers.
         bottleneck_channels: Width of the third layer.
-        norm_last_layer: Keep the gain of the last layer at 1. False trains it.
+        norm_last_layer: If True, the gain of the last layer stays at 1. If False, the gain is trained.
     """
 
     def __init__(
@@ -89,7 +91,7 @@ class DINOHead(BaseModule):
             if isinstance(layer, nn.Linear):
                 trunc_normal_(layer.weight, std=0.02)
                 nn.init.zeros_(layer.bias)
-        # torch.nn.utils.weight_norm, which is older, cannot be deep-copied after a forward pass.
+        # The older torch.nn.utils.weight_norm does not support deepcopy after a forward pass.
         self.last_layer = weight_norm(nn.Linear(bottleneck_channels, out_channels, bias=False))
         gain = self.last_layer.parametrizations.weight.original0
         nn.init.ones_(gain)
@@ -100,7 +102,7 @@ class DINOHead(BaseModule):
 
 
 class BackboneAndHead(BaseModule):
-    """What student and teacher are: a backbone that gives one vector for each image, and a head."""
+    """Backbone that returns one vector per image, followed by a head. Student and teacher are of this class."""
 
     def __init__(self, backbone: nn.Module, head: nn.Module) -> None:
         super().__init__()
@@ -108,9 +110,9 @@ class BackboneAndHead(BaseModule):
         self.head = head
 
     def forward(self, views: Sequence[Tensor]) -> Tensor:
-        """``V`` views of ``B`` images to ``V x B x K``.
+        """Computes the outputs, ``V x B x K``, for ``V`` views of ``B`` images.
 
-        The backbone runs once for each group of consecutive views of one size, the head once.
+        The backbone runs once for each group of consecutive views of equal size. The head runs once for all views.
         """
         groups = [torch.cat(list(group)) for _, group in groupby(views, key=lambda view: view.shape[2:])]
         vectors = torch.cat([image_vectors(self.backbone(images)) for images in groups])
@@ -119,23 +121,24 @@ class BackboneAndHead(BaseModule):
 
 @MODELS.register_module()
 class DINO(BaseModel):
-    """Trains a backbone to give the same output for different views of an image (DINO, arXiv 2104.14294).
+    """Trains a backbone to return the same output for different views of an image (DINO, arXiv 2104.14294).
 
-    The student sees all views. The teacher, a moving average of the student, sees the first two. :class:`DINOHook`
-    belongs to it: it moves the teacher and prepares gradients. All other modes than ``'loss'`` use the teacher's
-    backbone, which is what the training is for.
+    The student sees all views. The teacher is a moving average of the student and sees the first two views. Training
+    requires :class:`DINOHook`, which updates the teacher and clips the gradients. All modes other than ``'loss'`` use
+    the backbone of the teacher.
 
-    Besides the loss it returns ``teacher_entropy``, ``kl``, the divergence of the student from the teacher, and
-    ``centre_norm`` for the log. A teacher whose entropy approaches 0 or ``log K`` has collapsed.
+    The log also shows ``teacher_entropy``, the entropy of the teacher's output. Training has collapsed if this entropy
+    is close to 0 or to ``log K``. ``kl`` is the divergence of the student from the teacher. ``centre_norm`` is the norm
+    of the centre.
 
     Args:
-        backbone: Settings of a backbone whose last output is ``B x C``, or a map, which is averaged.
-        head: Settings of the head, :class:`DINOHead`.
+        backbone: Config of a backbone whose last output is a vector ``B x C`` or a map. Maps are averaged.
+        head: Config of the head, see :class:`DINOHead`.
         student_temp: Temperature of the student.
-        teacher_temp: Temperature of the teacher; :class:`DINOHook` can warm it up.
-        teacher_momentum: The share of the teacher that is kept after the first step.
-        centre_momentum: The share of the centre that is kept after each step.
-        data_preprocessor: Settings of one that takes lists of views, ``SelfSupDataPreprocessor`` of MMPretrain.
+        teacher_temp: Temperature of the teacher. :class:`DINOHook` can warm it up.
+        teacher_momentum: Momentum of the moving average at the first step.
+        centre_momentum: Momentum of the centre.
+        data_preprocessor: Config of a preprocessor for lists of views, such as ``SelfSupDataPreprocessor``.
     """
 
     centre: Tensor
@@ -165,30 +168,36 @@ class DINO(BaseModel):
         self.teacher.copy(self.student)
 
     def forward(self, inputs: Any, data_samples: list | None = None, mode: str = 'tensor') -> Any:
-        """``inputs`` is a list of views, ``B x 3 x H x W``, for ``mode='loss'``, and else one such tensor."""
+        """Runs the model in one of MMEngine's modes.
+
+        Args:
+            inputs: List of views, ``B x 3 x H x W`` each, for ``mode='loss'``. Other modes expect one such tensor.
+            data_samples: Data samples of the images, to which ``mode='predict'`` adds the field ``feature``.
+            mode: ``'loss'``, ``'tensor'`` or ``'predict'``.
+        """
         if mode == 'loss':
             return self.loss(inputs)
         features = self.extract_feat(inputs)
         if mode == 'tensor':
             return features
         if mode != 'predict':
-            raise ValueError(f"mode={mode!r}: choose 'loss', 'tensor' or 'predict'.")
+            raise ValueError(f"mode={mode!r} does not exist. Choose 'loss', 'tensor' or 'predict'.")
         samples = data_samples or []
         for sample, vector in zip(samples, image_vectors(features), strict=True):
             sample.set_field(vector, 'feature')
         return samples
 
     def extract_feat(self, images: Tensor) -> Any:
-        """The outputs of the teacher's backbone."""
+        """Returns the outputs of the teacher's backbone."""
         return self.teacher.module.backbone(images)
 
     def loss(self, views: Sequence[Tensor]) -> dict[str, Tensor]:
-        """The loss and what the log shows; in training mode the centre moves."""
+        """Computes the loss and the values for the log. In training mode, the centre is updated."""
         if isinstance(views, Tensor) or len(views) < GLOBAL_VIEWS:
             found = f'a tensor of shape {tuple(views.shape)}' if isinstance(views, Tensor) else f'{len(views)} views'
             raise ValueError(
-                f'DINO takes a list of at least {GLOBAL_VIEWS} views of each image, but got {found}: the training '
-                "pipeline needs MultiView, and the loader collate_fn=dict(type='default_collate')."
+                f'DINO takes a list of at least {GLOBAL_VIEWS} views of each image, but got {found}. Add MultiView to '
+                "the training pipeline and collate_fn=dict(type='default_collate') to the loader."
             )
         student = self.student(views)
         with torch.no_grad():
@@ -205,7 +214,7 @@ class DINO(BaseModel):
 
     @torch.no_grad()
     def move_centre(self, teacher: Tensor) -> None:
-        """Moves the centre towards the mean output of the teacher over views, batch and processes."""
+        """Moves the centre towards the mean output of the teacher. The mean is over views, images and processes."""
         mean = teacher.to(self.centre.dtype).mean((0, 1))
         all_reduce(mean, 'mean')
         self.centre.lerp_(mean, 1 - self.centre_momentum)

@@ -1,4 +1,4 @@
-"""The teacher of a self-distillation."""
+"""Moving average of a model for self-distillation."""
 
 import math
 
@@ -8,31 +8,29 @@ from torch import nn
 
 
 class TeacherEMA(ExponentialMovingAverage):
-    """Moving average of a student whose momentum rises to 1 along a cosine.
+    """Moving average of a student, with a momentum that rises to 1 along a cosine.
 
     After optimizer step ``t`` of ``N``, ``teacher = m_t * teacher + (1 - m_t) * student`` with
-    ``m_t = 1 - (1 - momentum) * (1 + cos(pi * t / N)) / 2``. The teacher starts as a copy of the student, takes part in
-    no backward pass, and is always in evaluation mode, so that it has no stochastic depth.
+    ``m_t = 1 - (1 - momentum) * (1 + cos(pi * t / N)) / 2``. The teacher starts as a copy of the student and gets no
+    gradients. It is always in evaluation mode, so stochastic depth is disabled.
 
-    MMPretrain's ``CosineEMA`` counts its first call, which only copies the student, as a step. mmengine's ``EMAHook``
-    exchanges the weights of the two models for validation.
+    MMPretrain's ``CosineEMA`` cannot be used, because it only copies the student in the first step. MMEngine's
+    ``EMAHook`` cannot be used, because it swaps the weights of the two models for validation.
 
     Args:
-        student: The module to average.
-        momentum: The share of the teacher that is kept after the first step.
+        student: Module to average.
+        momentum: Momentum at the first step.
 
     Attributes:
-        steps: Number of updates. It is a buffer, so that a resumed run continues the schedule.
-        total_steps: Number of updates of the whole training. :class:`DINOHook` sets it.
+        steps: Number of updates so far. It is a buffer, so that a resumed run continues the schedule.
+        total_steps: Number of updates in the whole training. :class:`DINOHook` sets this attribute.
     """
 
     total_steps: int | None = None
 
     def __init__(self, student: nn.Module, momentum: float = 0.996) -> None:
         if not 0 < momentum < 1:
-            raise ValueError(
-                f'momentum={momentum}: the share of the teacher that is kept is between 0 and 1, as 0.996.'
-            )
+            raise ValueError(f'momentum={momentum} is not between 0 and 1. Give the initial momentum, such as 0.996.')
         super().__init__(student, momentum=1 - momentum)
         self.eval()
 
@@ -40,15 +38,15 @@ class TeacherEMA(ExponentialMovingAverage):
         return super().train(False)
 
     def copy(self, student: nn.Module) -> None:
-        """Starts anew from the student's weights."""
+        """Copies the weights of the student and resets the number of steps."""
         self.module.load_state_dict(student.state_dict())
         self.steps.zero_()
 
     @torch.no_grad()
     def update_parameters(self, model: nn.Module) -> None:
-        """Takes one step towards the student; buffers are copied."""
+        """Moves the parameters one step towards the student, and copies the buffers."""
         if self.total_steps is None:
-            raise RuntimeError('TeacherEMA.total_steps is not set: add dict(type="DINOHook") to custom_hooks.')
+            raise RuntimeError('TeacherEMA.total_steps is not set. Add dict(type="DINOHook") to custom_hooks.')
         share = self.momentum * (1 + math.cos(math.pi * int(self.steps) / self.total_steps)) / 2
         for mine, theirs in zip(self.module.parameters(), model.parameters(), strict=True):
             mine.lerp_(theirs, share)

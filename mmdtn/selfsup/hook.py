@@ -1,4 +1,4 @@
-"""What DINO does around the optimizer's steps."""
+"""Hook that clips the gradients of DINO and updates its teacher."""
 
 import math
 from typing import Any
@@ -18,18 +18,18 @@ from .dino import DINO
 
 @HOOKS.register_module()
 class DINOHook(Hook):
-    """Moves the teacher of :class:`DINO` after each step of the optimizer, and prepares the gradients before it.
+    """Hook that clips the gradients before each optimizer step and updates the teacher of :class:`DINO` after it.
 
-    The gradients are prepared in a step hook of torch's optimizer. It runs with every optimizer wrapper: gradients have
-    accumulated by then, and a loss scale has been divided out, except for optimizers with ``fused=True`` next to a loss
-    scale.
+    The gradients are clipped in a pre-step hook of torch's optimizer, which works with every optimizer wrapper. When
+    the pre-step hook runs, gradients are already accumulated and unscaled. The only exception is an optimizer with
+    ``fused=True`` and a gradient scaler, because such an optimizer unscales the gradients itself.
 
     Args:
-        clip_grad: Largest norm of the gradient of each single parameter. None: no limit.
-        frozen_last_layer: For so many epochs the gradients of the head's last layer are dropped. The optimizer skips
-            the layer then, so that it has no weight decay either.
+        clip_grad: Maximum norm of the gradient of each single parameter. None disables clipping.
+        frozen_last_layer: Number of epochs in which the last layer of the head is frozen. The layer has no gradients
+            then, so the optimizer skips it and applies no weight decay.
         warmup_temp: Temperature of the teacher in the first epoch.
-        warmup_epochs: Number of epochs in which the temperature rises linearly to the model's ``teacher_temp``.
+        warmup_epochs: Number of epochs in which the temperature changes linearly to the model's ``teacher_temp``.
 
     Example:
         custom_hooks = [dict(type='DINOHook', warmup_temp=0.04, warmup_epochs=30)]
@@ -43,7 +43,7 @@ class DINOHook(Hook):
         warmup_epochs: int = 0,
     ) -> None:
         if clip_grad is not None and not clip_grad > 0:
-            raise ValueError(f'clip_grad={clip_grad}: give the largest norm of a gradient, as 3.0, or None.')
+            raise ValueError(f'clip_grad={clip_grad} is not positive. Give the maximum norm, such as 3.0, or None.')
         self.clip_grad = clip_grad
         self.frozen_last_layer = frozen_last_layer
         self.warmup_temp = warmup_temp
@@ -53,15 +53,17 @@ class DINOHook(Hook):
         self.runner = runner
         self.model = _unwrapped(runner.model)
         if not isinstance(self.model, DINO):
-            raise UserError(f'DINOHook is for a model of type DINO, but the config has {type(self.model).__name__}.')
+            raise UserError(f'DINOHook requires a model of type DINO, but the config has {type(self.model).__name__}.')
         self.final_temp = self.model.teacher_temp
         iterations = runner.cfg.get('optim_wrapper', {}).get('accumulative_counts', 1)
         self.model.teacher.total_steps = math.ceil(runner.max_iters / iterations)
-        if runner.iter == 0:  # weights of another training may have been loaded, with its number of updates
+        if runner.iter == 0:  # load_from may have loaded the number of updates of another training
             self.model.teacher.steps.zero_()
         self.handle = runner.optim_wrapper.optimizer.register_step_pre_hook(self.prepare_gradients)
         entropy = math.log(len(self.model.centre))
-        runner.logger.info(f'teacher_entropy is at most {entropy:.3f}; close to this or to 0, the teacher collapses.')
+        runner.logger.info(
+            f'teacher_entropy is at most {entropy:.3f}. If it approaches 0 or this value, the teacher collapses.'
+        )
 
     def after_train(self, runner: Runner) -> None:
         self.handle.remove()
@@ -69,7 +71,7 @@ class DINOHook(Hook):
 
     @property
     def epoch(self) -> int:
-        """Passes over the data so far. mmengine's loops by iterations do not count them."""
+        """Number of passes over the data so far, which MMEngine's iteration-based loops do not count."""
         return self.runner.iter // len(self.runner.train_dataloader)
 
     def before_train_iter(self, *args: Any, **kwargs: Any) -> None:
@@ -89,7 +91,7 @@ class DINOHook(Hook):
                 parameter.grad = None
 
     def after_train_iter(self, runner: Runner, *args: Any, **kwargs: Any) -> None:
-        if runner.optim_wrapper.should_update():  # not between two steps, while gradients accumulate
+        if runner.optim_wrapper.should_update():  # False while gradients accumulate
             self.model.teacher.update_parameters(self.model.student)
 
 

@@ -1,4 +1,4 @@
-"""Validation by nearest neighbours."""
+"""Validation loop that classifies images by k nearest neighbours."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -16,17 +16,17 @@ from .knn import Features, accuracy, extract, features_of, joined
 
 @LOOPS.register_module()
 class KNNLoop(ValLoop):
-    """Classifies the images of the loop's loader by their nearest neighbours among labelled images.
+    """Validation loop that classifies images by their k nearest neighbours among labelled images.
 
-    The metrics are ``accuracy/20-NN`` and ``accuracy/20-NN_top5`` in percent, for each ``k``. No evaluator is needed:
-    ``val_evaluator=[]``. All loaders need ``collate_fn=dict(type='default_collate')``.
+    For each k, such as 20, the metrics are ``accuracy/20-NN`` and ``accuracy/20-NN_top5`` in percent. The loop needs no
+    evaluator, so set ``val_evaluator=[]``. All loaders need ``collate_fn=dict(type='default_collate')``.
 
     Args:
-        bank: Settings of the loader of labelled images, with the transforms of a test. The images keep their order.
+        bank: Config of the loader of labelled images, with test transforms and without shuffling.
         ks: Numbers of neighbours.
-        temperature: Neighbours vote with ``exp(similarity / temperature)``.
-        stage: ``'val'``, or ``'test'`` in a ``test_cfg``; hooks of this stage are called.
-        keep: File for the features of both sets.
+        temperature: Temperature of the votes. The vote of a neighbour is ``exp(similarity / temperature)``.
+        stage: ``'val'``, or ``'test'`` in a ``test_cfg``. The loop calls the hooks of this stage.
+        keep: Path of a file to which the features of both sets are saved.
 
     Example:
         val_cfg = dict(type='KNNLoop', bank=dict(batch_size=256, dataset=..., sampler=dict(type='DefaultSampler',

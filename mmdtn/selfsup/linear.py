@@ -10,7 +10,7 @@ from mmengine.model import BaseModel, BaseModule
 from mmengine.registry import METRICS, MODELS
 from torch import Tensor, nn
 
-# By name, the options with which a ViT of this package gives the features, and how many vectors they are.
+# Maps the name of each kind of features to the options of the backbone and the number of vectors that it returns.
 FEATURES: dict[str, tuple[dict[str, Any], int]] = {
     'cls+mean': (dict(out_type='cls+mean'), 2),
     'last4': (dict(out_type='cls_token', out_indices=(-4, -3, -2, -1)), 4),
@@ -19,7 +19,7 @@ TOP = 5
 
 
 class Probes(BaseModule):
-    """A linear classifier for each learning rate, all of the same features."""
+    """Linear classifiers with the same input, one for each learning rate."""
 
     def __init__(self, in_channels: int, num_classes: int, number: int) -> None:
         super().__init__()
@@ -38,15 +38,15 @@ class Probes(BaseModule):
 class LinearProbe(BaseModel):
     """Trains linear classifiers on a frozen backbone, one for each learning rate.
 
-    The optimizer gives classifier ``i``, whose parameters start with ``head.probes.i.``, its learning rate by
-    ``paramwise_cfg``. The log has the loss of each by its rate.
+    The parameters of classifier ``i`` start with ``head.probes.i.``. Set its learning rate in ``paramwise_cfg`` of the
+    optimizer wrapper. The log shows one loss for each learning rate.
 
     Args:
-        backbone: Settings of a ``ViTDTN`` or ``T2TViTDTN``. Its output follows from ``features``.
+        backbone: Config of a ``ViTDTN`` or ``T2TViTDTN``. ``features`` determines the output of the backbone.
         num_classes: Number of classes.
-        rates: The learning rates, by which losses are named.
-        features: ``'cls+mean'``, the class token and the mean of the patches of the last block; or ``'last4'``, the
-            class tokens of the last four blocks, which have to be there: with DTN only in blocks behind those with DTN.
+        rates: Learning rates, which are part of the names of the losses.
+        features: ``'cls+mean'`` uses the class token and the mean of the patch tokens of the last block. ``'last4'``
+            uses the class tokens of the last four blocks, so the class token has to join before these blocks.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class LinearProbe(BaseModel):
     ) -> None:
         super().__init__(data_preprocessor, init_cfg)
         if features not in FEATURES:
-            raise ValueError(f'features={features!r}: choose one of {list(FEATURES)}.')
+            raise ValueError(f'features={features!r} does not exist. Choose one of {list(FEATURES)}.')
         options, vectors = FEATURES[features]
         self.backbone = MODELS.build(dict(backbone, **options)).requires_grad_(False)
         self.head = Probes(vectors * self.backbone.num_features, num_classes, len(rates))
@@ -84,7 +84,7 @@ class LinearProbe(BaseModel):
             return {f'loss_{rate:g}': loss for rate, loss in zip(self.rates, losses, strict=True)}
         best = torch.stack([each.topk(min(TOP, each.shape[1])).indices for each in logits], 1)
         for sample, labels in zip(data_samples, best, strict=True):
-            sample.set_field(labels, 'probe_labels')  # rates x 5, the most likely first
+            sample.set_field(labels, 'probe_labels')  # rates x 5, most likely class first
         return data_samples
 
 
@@ -92,10 +92,11 @@ class LinearProbe(BaseModel):
 class ProbeAccuracy(BaseMetric):
     """Accuracy of each classifier of :class:`LinearProbe`.
 
-    ``accuracy/top1`` and ``accuracy/top5`` are those of the best learning rate, which is ``best_rate``.
+    ``accuracy/top1`` and ``accuracy/top5`` are the accuracies of the classifier with the highest top-1 accuracy.
+    ``best_rate`` is the learning rate of this classifier.
 
     Args:
-        rates: The learning rates of the model.
+        rates: Learning rates of the model.
     """
 
     def __init__(self, rates: Sequence[float], **options: Any) -> None:

@@ -173,7 +173,7 @@ def test_pretrained_from_a_classifier_logs_what_it_did_not_find(tmp_path):
     text = log.read_text()
     for name in ('cls_token', 'cls_pos', 'norm.weight', 'norm.bias'):
         assert f'dropped {name}: the target has no such part' in text
-    assert 'keeps its own start' not in text
+    assert 'keeps its initial value' not in text
     with pytest.raises(ValueError, match=r"starts with 'nothing\.'"):
         PVTDTN(SMALL, init_cfg=dict(init_cfg, prefix='nothing.')).init_weights()
 

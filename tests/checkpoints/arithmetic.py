@@ -1,7 +1,7 @@
-"""The arithmetic of published models, written from their descriptions, on the tensors of their files.
+"""Implementations of the published models, written from their descriptions.
 
-Each function takes the state dict of a file under the names it was published with. No model of timm, MMDetection or
-MMPretrain takes part, and each eps is given here.
+Each function takes the state dict of a file with the published names. The functions do not use models of timm,
+MMDetection or MMPretrain, and every eps is set explicitly.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,7 +24,7 @@ def layer_norm(eps: float) -> Norm:
 
 
 def over_tokens(x: Tensor, eps: float, unbiased: bool, groups: int | None = None) -> Tensor:
-    """Each channel over the tokens of its image; or each group of channels, with all tokens."""
+    """Normalises each channel, or each group of channels, over the tokens of an image."""
     shape = x.shape
     if groups:
         x = x.unflatten(2, (groups, -1)).transpose(1, 2).flatten(2)[..., None]  # B x G x (T C / G) x 1
@@ -89,7 +89,7 @@ def plain_block(x: Tensor, state: State, name: str, heads: int, norm: Norm) -> T
 
 
 def vit(images: Tensor, state: State, heads: int, eps: float, cls_from: int = 0, inside: Norm | None = None) -> Tensor:
-    """The features of the class token, which joins before block ``cls_from``; ``inside`` normalises those before."""
+    """Computes the class token, which joins before block ``cls_from``. Earlier blocks use the norm ``inside``."""
     norm = layer_norm(eps)
     weight = state['patch_embed.proj.weight']
     x = F.conv2d(images, weight, state['patch_embed.proj.bias'], stride=weight.shape[-1])
@@ -105,7 +105,7 @@ def vit(images: Tensor, state: State, heads: int, eps: float, cls_from: int = 0,
 
 
 def plain_vit(images: Tensor, state: State, heads: int) -> Tensor:
-    """The DTN authors' other ViT: patches are rows of pixels with channels last."""
+    """Computes the other ViT of the DTN authors. Patches are flattened with channels last."""
     norm = layer_norm(1e-5)
     x = images.unflatten(3, (14, 16)).unflatten(2, (14, 16)).permute(0, 2, 4, 3, 5, 1).flatten(3).flatten(1, 2)
     x = linear(x, state, 'to_patch_embedding.1')
@@ -127,9 +127,10 @@ def pvt(
     eps: tuple[float, float] = (1e-5, 1e-6),
     maps: bool = False,
 ) -> Tensor | list[Tensor]:
-    """PVT, 1 or 2 by its tensors: the class token, or the mean of version 2; or the maps of all stages.
+    """Computes PVT or PVTv2, whichever the tensors belong to.
 
-    The first ``eps`` is that next to convolutions. ``inside`` gives the norm of the blocks of a stage.
+    Returns the class token of PVT, the mean of PVTv2, or the maps of all stages. The first ``eps`` is used next to
+    convolutions. ``inside`` returns the norm of the blocks of a stage.
     """
     near, norm = (layer_norm(number) for number in eps)
     second = 'pos_embed1' not in state
@@ -175,9 +176,9 @@ def pvt(
 
 
 def swin(images: Tensor, state: State, heads: Sequence[int], maps: bool = False) -> Tensor | list[Tensor]:
-    """Microsoft's Swin: the mean over the last map; or the map of each stage behind its own norm, as in MMDetection.
+    """Computes Swin: the mean over the last map as in Microsoft's code, or all normalised maps as in MMDetection.
 
-    MMDetection shifts windows of a map that is no larger than one, too.
+    MMDetection also shifts windows if the map is not larger than one window.
     """
     norm = layer_norm(1e-5)
     x = F.conv2d(images, state['patch_embed.proj.weight'], state['patch_embed.proj.bias'], stride=4)
@@ -200,7 +201,7 @@ def swin(images: Tensor, state: State, heads: Sequence[int], maps: bool = False)
 
 
 def in_windows(x: Tensor, state: State, name: str, heads: int, shift: int) -> Tensor:
-    """Attention of each token, by a loop over windows of 7 x 7 tokens of a map that is shifted around its edges."""
+    """Computes attention in a loop over the windows of 7 x 7 tokens of a cyclically shifted map."""
     side = x.shape[1]
     x = x.roll((-shift, -shift), (1, 2))
     place = torch.cartesian_prod(torch.arange(7), torch.arange(7))
@@ -222,7 +223,7 @@ def in_windows(x: Tensor, state: State, name: str, heads: int, shift: int) -> Te
 
 
 def batch_norm(x: Tensor, state: State, name: str) -> Tensor:
-    """Along the last dimension."""
+    """Applies batch norm along the last dimension."""
     x = (x - state[f'{name}.running_mean']) / (state[f'{name}.running_var'] + 1e-5).sqrt()
     return affine(x, state, name)
 
@@ -232,7 +233,7 @@ def layer_and_bn(x: Tensor, state: State, name: str) -> Tensor:
 
 
 def levit(images: Tensor, state: State, key_width: int, heads: Sequence[int], depths: Sequence[int]) -> Tensor:
-    """LeViT under its authors' names: the mean over the last tokens."""
+    """Computes LeViT with its authors' names. Returns the mean over the last tokens."""
     x = images
     for i in (0, 2, 4, 6):
         x = F.conv2d(x, state[f'patch_embed.{i}.c.weight'], stride=2, padding=1)
@@ -257,7 +258,7 @@ def levit(images: Tensor, state: State, key_width: int, heads: Sequence[int], de
 def of_levit(
     x: Tensor, q: Tensor | None, state: State, name: str, width: int, heads: int, ratio: int, side: int
 ) -> Tensor:
-    """Attention: with ``q`` for every second row and column. Values are ``ratio`` times as wide as keys."""
+    """Computes attention. ``q`` has every second row and column. Values are ``ratio`` times as wide as keys."""
     step = 1 if q is None else 2
     z = layer_and_bn(x, state, f'{name}.qkv' if q is None else f'{name}.kv').unflatten(-1, (heads, -1))
     if q is None:
@@ -279,7 +280,7 @@ def levit_mlp(x: Tensor, state: State, name: str) -> Tensor:
 
 
 def t2t(images: Tensor, state: State, heads: int) -> Tensor:
-    """T2T-ViT of its authors, with the position table of the file, its token module and its norms of either kind."""
+    """Computes T2T-ViT with its authors' names, for both kinds of token modules and norms."""
     norm = unified if 'norm.running_var' in state else layer_norm(1e-5)
     x = images
     for i, (kernel, stride, padding) in enumerate(((7, 4, 2), (3, 2, 1), (3, 2, 1)), 1):

@@ -1,6 +1,6 @@
-"""All published formats and sizes: a file of each, the arithmetic that belongs to it, and how to convert it.
+"""All published formats and sizes, each with a file, a reference implementation and the arguments of convert.py.
 
-``python -m tests.checkpoints.cases`` prints the largest difference in float64 for each, which takes minutes.
+``python -m tests.checkpoints.cases`` prints the largest difference in float64 for each case. This takes minutes.
 """
 
 import argparse
@@ -50,7 +50,7 @@ class Case:
 
 
 def converted(file: dict[str, Any], folder: Path, *arguments: str) -> tuple[Backbone, str]:
-    """The model that ``convert.py FILE --to ARGUMENTS`` writes, in float64, and what the command printed."""
+    """Returns the model that ``convert.py FILE --to ARGUMENTS`` writes, in float64, and the output of the command."""
     source, out = folder / 'theirs.pth', folder / 'ours.pth'
     torch.save(file, source)
     with redirect_stdout(StringIO()) as said:
@@ -69,7 +69,7 @@ def images(side: int = 224) -> Tensor:
 
 @torch.no_grad()
 def largest_difference(case: Case, folder: Path) -> tuple[float, str]:
-    """Of the outputs from the published arithmetic, and what the command said."""
+    """Returns the largest difference from the reference implementation, and the output of the command."""
     state = case.state()
     file: dict[str, Any] = dict(state_dict=case.published(state))
     if case.training is not None:
@@ -86,7 +86,7 @@ def double(state: State) -> State:
 
 
 def authors_norm(heads: int, side: int = 14, pool: int = 1, only_var: bool = False) -> Norm:
-    """The dense DTN of the authors, with the tensors of one layer."""
+    """Returns the dense DTN of the authors with the tensors of one layer."""
 
     def norm(x: Tensor, state: State, name: str) -> Tensor:
         layer = AuthorsDTN(x.shape[-1], heads, side, pool).double()
@@ -101,7 +101,7 @@ def authors_norm(heads: int, side: int = 14, pool: int = 1, only_var: bool = Fal
 
 
 def of_kind(kind: str, heads: int, side: int = 14, pool: int = 1) -> Norm:
-    """By the DTN authors' name of a norm."""
+    """Returns a norm by its name in the DTN authors' code."""
     norms: dict[str, Norm] = dict(insnorm=arithmetic.insnorm, scale=arithmetic.scale, batch=arithmetic.batch)
     norms |= dict(gnorm=arithmetic.gnorm(heads), power=arithmetic.power(heads))
     return norms.get(kind) or authors_norm(heads, side, pool, only_var=kind == 'dtn_var')
@@ -290,7 +290,7 @@ CASES = [
 
 @torch.no_grad()
 def largest_difference_of_dvt(name: str, reuse: str) -> float:
-    """Of the logits of all exits, from an implementation that shares nothing with the package."""
+    """Returns the largest difference of all logits from an independent implementation."""
     model = DVT(name, reuse_features=dvt.REUSES[reuse][0], reuse_relations=dvt.REUSES[reuse][1]).double().eval()
     file = dvt.weights(dvt.MODELS[name], *dvt.REUSES[reuse])
     model.load_state_dict(checkpoints.translate(file, model)[0])

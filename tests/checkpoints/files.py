@@ -1,4 +1,4 @@
-"""Files as the code of the papers writes them, with random weights."""
+"""Checkpoints in the formats of the papers' code, with random weights."""
 
 import re
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ WIDTHS = (64, 128, 320, 512)
 
 
 class Weights(dict):
-    """Collects random tensors. Norms have factors near 1; tokens and positions are short numbers, exact when added."""
+    """Collects random tensors. Weights of norms are close to 1. Sums of tokens and positions are exact."""
 
     def __init__(self, seed: int = 0) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class Weights(dict):
         self[name] = mean * (0.5 + torch.rand(shape, generator=self.generator))
 
     def norm(self, name: str, channels: int, kind: str = 'layer', heads: int = 0) -> None:
-        """``kind`` is the DTN authors' name for a norm, or ``'un'``."""
+        """Adds a norm. ``kind`` is its name in the DTN authors' code, or ``'un'``."""
         if kind == 'scale':
             self[f'{name}.scale'] = channels**0.5 * (1 + self.random(channels, std=0.1))
             return
@@ -86,7 +86,7 @@ def vit(
     side: int = 14,
     inside: int = 10,
 ) -> State:
-    """timm's names. The DTN authors' have no bias in qkv and no position of the class token."""
+    """ViT with timm's names. The DTN authors' ViT has no bias in qkv and no position of the class token."""
     state = Weights()
     state.layer('patch_embed.proj', width, 3, patch, patch)
     state.position('cls_token', 1, 1, width)
@@ -99,7 +99,7 @@ def vit(
 
 
 def mmpretrains(state: State, blocks: str, norm: str) -> State:
-    """MMPretrain's names of ViT and T2T-ViT, which differ in ``blocks`` and in the last ``norm``."""
+    """Renames ViT or T2T-ViT as in MMPretrain, where ``blocks`` and the last ``norm`` have other names."""
     out = {}
     for key, value in state.items():
         for theirs, ours in {
@@ -117,7 +117,7 @@ def mmpretrains(state: State, blocks: str, norm: str) -> State:
 
 
 def plain_vit(width: int, kind: str = 'layer') -> State:
-    """The other ViT of the DTN authors; ``kind`` is the norm in front of attention."""
+    """Other ViT of the DTN authors. ``kind`` is the norm before attention."""
     state = Weights()
     state.layer('to_patch_embedding.1', width, 768)
     state.position('cls_token', 1, 1, width)
@@ -143,7 +143,7 @@ def pvt(
     ratios: Sequence[int] = (8, 8, 4, 4),
     second: bool = False,
 ) -> State:
-    """The names of whai362/PVT, versions 1 and 2; ``kind`` is the norm of the first three stages' blocks."""
+    """PVT or PVTv2 with the names of whai362/PVT. ``kind`` is the norm of the blocks in the first three stages."""
     state = Weights()
     channels = 3
     for i, (width, depth, ratio) in enumerate(zip(widths, depths, (8, 4, 2, 1), strict=True), 1):
@@ -176,7 +176,7 @@ def pvt(
 
 
 def timms_pvt(state: State) -> State:
-    """timm's names of version 2."""
+    """PVTv2 with timm's names."""
     out = {}
     for key, value in state.items():
         key = re.sub(r'^patch_embed1', 'patch_embed', key)
@@ -188,7 +188,7 @@ def timms_pvt(state: State) -> State:
 
 
 def mmdets_pvt(state: State) -> State:
-    """MMDetection's names of the tensors that detectors use; it keeps linear layers of MLPs as convolutions."""
+    """PVT with MMDetection's names, without classifier. The linear layers of MLPs are convolutions."""
     out = {}
     first = 'pos_embed1' in state
     for key, value in state.items():
@@ -220,7 +220,7 @@ def mmdets_pvt(state: State) -> State:
 
 
 def swin(width: int, depths: Sequence[int], heads: Sequence[int]) -> State:
-    """Microsoft's names. Norms of the first stages are of detectors."""
+    """Swin with Microsoft's names. Only detectors have norms after the first stages."""
     state = Weights()
     state.layer('patch_embed.proj', width, 3, 4, 4)
     state.norm('patch_embed.norm', width)
@@ -240,7 +240,7 @@ def swin(width: int, depths: Sequence[int], heads: Sequence[int]) -> State:
 
 
 def with_norms_of_maps(state: State) -> State:
-    """A Swin in a detector: one norm for the map of each stage."""
+    """Swin in a detector, which has one norm for the map of each stage."""
     norms = Weights(1)
     for i in range(4):
         norms.norm(f'norm{i}', state['patch_embed.norm.weight'].numel() * 2**i)
@@ -248,7 +248,7 @@ def with_norms_of_maps(state: State) -> State:
 
 
 def timms_swin(state: State) -> State:
-    """Patch mergings belong to the stage behind them."""
+    """Renames patch mergings as in timm, where they are part of the following stage."""
     return {
         re.sub(r'^layers\.(\d)\.downsample', lambda m: f'layers.{int(m[1]) + 1}.downsample', key): value
         for key, value in state.items()
@@ -256,7 +256,7 @@ def timms_swin(state: State) -> State:
 
 
 def mms_swin(state: State) -> State:
-    """MMDetection's and MMPretrain's: merged tokens are counted by channel, row and column."""
+    """Swin of MMDetection and MMPretrain, which order merged tokens by channel, row and column."""
     out = {}
     for key, value in state.items():
         if '.downsample.' in key:  # theirs are counted by column, row and channel
@@ -276,7 +276,7 @@ def mms_swin(state: State) -> State:
 
 
 def levit(widths: Sequence[int], key_width: int, heads: Sequence[int], depths: Sequence[int]) -> State:
-    """The authors' names: sub-blocks are numbered through all stages."""
+    """LeViT with the authors' names, which number the sub-blocks across all stages."""
     state = Weights()
 
     def with_bn(name: str, out: int, *inputs: int) -> None:
@@ -318,7 +318,7 @@ def levit(widths: Sequence[int], key_width: int, heads: Sequence[int], depths: S
 
 
 def of_sub_block(key: str, depths: Sequence[int]) -> tuple[int, int, str]:
-    """The stage of a LeViT's sub-block, its number there, and the rest of the key."""
+    """Returns the stage of a sub-block of LeViT, its number in this stage, and the rest of the key."""
     number, rest = int(key.split('.')[1]), key.split('.', 2)[2].removeprefix('m.')
     for stage, depth in enumerate(depths):
         count = 2 * depth + 2 * (stage > 0)
@@ -364,7 +364,7 @@ def mmpretrains_levit(state: State, depths: Sequence[int]) -> State:
 
 
 def sines(positions: int, channels: int) -> Tensor:
-    """T2T-ViT's own table, computed in double precision and kept in single."""
+    """Position table of T2T-ViT, computed in float64 and stored in float32."""
     j = np.arange(channels)
     angles = np.arange(positions)[:, None] / np.power(10000, 2 * (j // 2) / channels)
     angles[:, 0::2], angles[:, 1::2] = np.sin(angles[:, 0::2]), np.cos(angles[:, 1::2])
@@ -372,7 +372,7 @@ def sines(positions: int, channels: int) -> Tensor:
 
 
 def resized(table: Tensor, side: int) -> Tensor:
-    """As T2T-ViT's code resizes it for fine-tuning: bicubic, without the class token's row."""
+    """Resizes a position table as T2T-ViT's code does: bicubic, without the row of the class token."""
     before = round((table.shape[1] - 1) ** 0.5)
     grid = table[:, 1:].transpose(1, 2).unflatten(2, (before, before))
     grid = F.interpolate(grid, (side, side), mode='bicubic').flatten(2).transpose(1, 2)
@@ -387,7 +387,7 @@ def t2t(
     table: Tensor | None = None,
     kind: str = 'layer',
 ) -> State:
-    """The names of T2T-ViT's authors; with ``kind='un'``, of those of UN."""
+    """T2T-ViT with its authors' names. With ``kind='un'``, the norms are UN with the names of UN's authors."""
     state = Weights()
     state.position('cls_token', 1, 1, width)
     state['pos_embed'] = sines(197, width) if table is None else table

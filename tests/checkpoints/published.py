@@ -1,7 +1,7 @@
-"""Models that others published, with random weights: what their files hold, and what they compute.
+"""Published models with random weights, each with its file and its outputs.
 
-timm, MMDetection and MMPretrain are installed. The names of the original repositories are made from those; the DTN
-authors' models are timm's and MMDetection's blocks with a dense DTN under their names.
+The models are those of timm, MMDetection and MMPretrain. The names of the original repositories are derived from them.
+The DTN authors' models consist of blocks of timm and MMDetection with a dense DTN, under the authors' names.
 """
 
 import re
@@ -40,7 +40,7 @@ def of(state: State) -> State:
 
 
 def pvt(depths: tuple[int, ...] = (2, 2, 2, 2)) -> Published:
-    """whai362/PVT: MMDetection's maps, and the class token through the layers of its last stage."""
+    """PVT of whai362/PVT, computed by MMDetection's layers. The last stage includes the class token."""
     peer = original_pvt(depths)
     peer.init_weights()
     randomised(peer)
@@ -60,7 +60,7 @@ def pvt(depths: tuple[int, ...] = (2, 2, 2, 2)) -> Published:
 
 
 def original_pvt(depths: tuple[int, ...] = (2, 2, 2, 2)) -> nn.Module:
-    """MMDetection's PVT with the eps of whai362's: 1e-5 next to convolutions."""
+    """MMDetection's PVT with the eps of whai362/PVT, 1e-5 next to convolutions."""
     peer = PyramidVisionTransformer(num_layers=depths)
     for name, module in peer.named_modules():
         if isinstance(module, nn.LayerNorm) and re.search(r'\.0\.norm$|attn\.norm$', name):
@@ -69,7 +69,7 @@ def original_pvt(depths: tuple[int, ...] = (2, 2, 2, 2)) -> nn.Module:
 
 
 def _class_token(peer: nn.Module, x: Tensor, token: Tensor, norm: nn.Module) -> Tensor:
-    """The four stages of MMDetection's PVT, with a token in front of the last one's."""
+    """Runs the four stages of MMDetection's PVT. A class token is added before the last stage."""
     for i, (embed, layers, _) in enumerate(peer.layers):
         x, hw = embed(x)
         position, *blocks = layers
@@ -131,7 +131,7 @@ def mmpretrain_swin() -> Published:
 
 
 def swin(size: str = 'tiny', depths: tuple[int, ...] = (2, 2, 6, 2)) -> Published:
-    """Microsoft's: timm's, whose patch merging has moved since, with the buffers that it had then."""
+    """Microsoft's Swin, derived from timm's. Patch mergings and buffers have Microsoft's names."""
     peer = randomised(timm.create_model(f'swin_{size}_patch4_window7_224', num_classes=0))
     state = {}
     for key, value in peer.state_dict().items():
@@ -196,7 +196,7 @@ def mmpretrain_t2t() -> Published:
 
 
 def t2t() -> Published:
-    """The authors' names of MMPretrain's tensors; their table of positions is in the file."""
+    """Renames MMPretrain's tensors as in the authors' code, and adds the position table."""
     published = mmpretrain_t2t()
     state = {}
     for key, value in published.file['state_dict'].items():
@@ -243,7 +243,7 @@ def mmpretrain_levit() -> Published:
 
 
 def levit() -> Published:
-    """The authors' names of MMPretrain's tensors, sub-blocks numbered through all stages."""
+    """Renames MMPretrain's tensors as in the authors' code, which numbers sub-blocks across all stages."""
     published = mmpretrain_levit()
     state = {}
     for key, value in published.file['state_dict'].items():
@@ -262,7 +262,7 @@ AUTHORS = dict(type='DTN', unbiased=True, pool_second_moment=False)
 
 
 def dtn_vit() -> Published:
-    """The authors' ViT-T*: no bias in qkv, no position of the class token, which joins before block 10."""
+    """The authors' ViT-T* without bias in qkv. The class token has no position and joins before block 10."""
     norm = partial(nn.LayerNorm, eps=1e-5)
     peer = timm.create_model('vit_tiny_patch16_224', num_heads=4, qkv_bias=False, num_classes=0, norm_layer=norm)
     for block in peer.blocks[:10]:
@@ -301,7 +301,7 @@ def dtn_pvt() -> Published:
 
 
 class AuthorsDTN(nn.Module):
-    """As their code computes it: dense P over one square grid, shifts from key to query, pooled tokens squared."""
+    """DTN as in the authors' code: dense P on a square grid, offsets from key to query, squares of pooled tokens."""
 
     def __init__(self, channels: int, heads: int, side: int, pool: int) -> None:
         super().__init__()
@@ -335,7 +335,7 @@ class AuthorsDTN(nn.Module):
 
 
 def _original_pvt(state: State) -> State:
-    """MMDetection's names as the original repository has them."""
+    """Renames MMDetection's tensors as in the original repository."""
     out = {}
     for key, value in state.items():
         _, stage, part, rest = key.split('.', 3)

@@ -1,4 +1,4 @@
-"""Files cut short, damaged, of another kind or changed: an error that says what is wrong, or the right model."""
+"""Truncated, damaged and changed files are either loaded correctly or raise an error that states the reason."""
 
 import http.server
 import io
@@ -107,7 +107,7 @@ def test_files_of_other_kinds_are_refused_and_run_nothing(tmp_path):
         with pytest.raises(ValueError, match=name):
             read(tmp_path / name)
     assert not (tmp_path / 'was_here').exists()
-    with pytest.raises(FileNotFoundError, match=r'no checkpoint .*missing'):
+    with pytest.raises(FileNotFoundError, match='missing'):
         read(tmp_path / 'missing')
 
 
@@ -143,10 +143,10 @@ def test_what_mmengine_saves_is_read(tmp_path, old):
         (lambda s: s.pop('stages.1.blocks.0.norm1.bias'), r'no stages\.1\.blocks\.0\.norm1\.bias'),
         (
             lambda s: s.update({'stages.0.blocks.0.norm1.bias': torch.zeros(9)}),
-            r'norm1\.bias is \(9,\) in the file, \(8,\) in the target',
+            r'norm1\.bias .*\(9,\) .*\(8,\) ',
         ),
-        (lambda s: s.update({'stages.0.blocks.1.norm1.bias': torch.zeros(8)}), 'another depth'),
-        (lambda s: s.update({'extra.weight': torch.zeros(8)}), r'extra\.weight is no key of timm'),
+        (lambda s: s.update({'stages.0.blocks.1.norm1.bias': torch.zeros(8)}), r'stages\.0\.blocks\.1\.norm1'),
+        (lambda s: s.update({'extra.weight': torch.zeros(8)}), r'extra\.weight .*timm'),
     ],
 )
 def test_errors_name_what_does_not_fit(change, words):

@@ -1,4 +1,4 @@
-"""Files of DINO: those of facebookresearch/dino, and checkpoints of DINO's training here."""
+"""Loads files of facebookresearch/dino, and checkpoints of this package's DINO training."""
 
 import argparse
 import sys
@@ -21,7 +21,7 @@ OPTIONS = dict(arch='t', norm_cfg=dict(type='LN'), cls_from=0)
 
 @pytest.fixture(scope='module')
 def facebooks(tmp_path_factory):
-    """A ViT, and its files: the backbone alone, and all that the training saved; the names are those of timm."""
+    """Returns a ViT, the file of its backbone and its full checkpoint, with timm's names."""
     folder = tmp_path_factory.mktemp('dino')
     peer = randomised(timm.create_model('vit_tiny_patch16_224', num_classes=0))
     torch.save(peer.state_dict(), folder / 'pretrain.pth')
@@ -58,7 +58,7 @@ def test_published_files_compute_what_the_teacher_did(facebooks, name):
 
 @pytest.fixture
 def ours(tmp_path):
-    """A checkpoint as a training writes it, with a teacher that is not the student."""
+    """Returns a checkpoint of a training, in which the teacher differs from the student."""
     model = dino()
     with torch.no_grad():
         for parameter in model.teacher.module.parameters():

@@ -1,4 +1,4 @@
-"""A checkpoint at a URL arrives once, whole or not at all, with a message that helps when it does not."""
+"""Checkpoints are downloaded once, completely or not at all, with a helpful message on failure."""
 
 import hashlib
 import http.server
@@ -20,7 +20,7 @@ CONTENT = as_bytes(dict(a=torch.arange(10000.0)))
 
 
 class Handler(http.server.BaseHTTPRequestHandler):
-    """Sends what the server's ``answers`` hold for a path: a status, a length that it promises, and bytes."""
+    """Sends the server's answer for a path: a status, a content length, and bytes."""
 
     def do_GET(self):
         self.server.fetched.append(self.path)

@@ -1,4 +1,4 @@
-"""A file of this package goes only into a model that computes with its tensors what its own did."""
+"""A checkpoint of this package can only be loaded by a model that computes the same outputs with it."""
 
 import sys
 
@@ -18,7 +18,7 @@ WARM = dict(type='DTN', prenorm=False, eps=1e-6)
 
 @pytest.fixture
 def converted(tmp_path, monkeypatch):
-    """A published file with LayerNorm, converted by the tool."""
+    """Converts a published file with LayerNorm by the tool."""
 
     def run(file, name):
         torch.save(file, tmp_path / 'published.pth')
@@ -51,12 +51,12 @@ def test_heads_and_prenorm_of_pvt(converted, capsys):
 def test_the_class_token_of_vit(converted):
     file = converted(published.timm_vit().file, 't')
     start(ViTDTN, file, arch='t', norm_cfg=WARM, cls_from=0)
-    with pytest.raises(ValueError, match='the file cls_from=0, not 10'):
+    with pytest.raises(ValueError, match='cls_from=0, not 10'):
         start(ViTDTN, file, arch='t', norm_cfg=WARM)
 
 
 def test_a_training_checkpoint(tmp_path):
-    """As mmengine saves it, with the text of its whole config."""
+    """A checkpoint of MMEngine's runner contains the text of the whole config."""
     backbone = dict(type='SwinDTN', arch='tiny', norm_cfg=dict(type='DTN', pool_second_moment=False))
     cfg = Config(dict(model=dict(type='ImageClassifier', backbone=backbone), other=[1, (2,)], default_scope=None))
     weights = {f'backbone.{key}': value for key, value in SwinDTN('tiny', norm_cfg=WARM).state_dict().items()}
@@ -80,7 +80,7 @@ def test_a_training_checkpoint(tmp_path):
 
 
 def own(tmp_path, backbone):
-    """A file with the config of its backbone."""
+    """Saves a checkpoint with the config of its backbone."""
     model = MODELS.build(backbone)
     model.init_weights()
     cfg = Config(dict(model=backbone)).pretty_text
@@ -89,7 +89,7 @@ def own(tmp_path, backbone):
 
 
 def test_the_image_size_of_computed_positions(tmp_path):
-    """No tensor tells it: the table of T2T-ViT is in no file of ours."""
+    """Only the config determines the image size, because our files do not contain the table of T2T-ViT."""
     small = dict(arch=dict(base='7', width=32, depth=3, num_heads=2), norm_cfg=dict(type='LN'))
     init_cfg = own(tmp_path, dict(type='T2TViTDTN', img_size=96, **small))
     T2TViTDTN(img_size=96, init_cfg=init_cfg, **small).init_weights()
@@ -111,7 +111,7 @@ def test_the_image_size_of_computed_positions(tmp_path):
     ],
 )
 def test_other_norms(tmp_path, before, after, words):
-    """What training alone uses may differ."""
+    """Settings that only affect training may differ."""
     small = dict(arch=dict(width=24, depth=3, num_heads=3, mlp_ratio=1), img_size=64, patch_size=16)
     init_cfg = own(tmp_path, dict(type='ViTDTN', norm_cfg=before, **small))
     model = ViTDTN(norm_cfg=after, init_cfg=init_cfg, **small)

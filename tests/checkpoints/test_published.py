@@ -1,4 +1,4 @@
-"""Every kind of published file goes through the command; then our model computes what theirs did."""
+"""Files of all formats are converted by the command. Our models then compute the same outputs."""
 
 import sys
 
@@ -16,7 +16,7 @@ from . import published
 @pytest.mark.parametrize('make', published.ALL, ids=lambda make: make.__name__)
 @torch.no_grad()
 def test_outputs_are_the_peers(make, tmp_path, monkeypatch, capsys):
-    """Read by ``init_cfg`` as it is, and as the command has converted it."""
+    """``init_cfg`` loads the original file and the converted one."""
     torch.manual_seed(0)
     peer = make()
     source, converted = tmp_path / 'theirs.pth', tmp_path / 'ours.pth'
@@ -24,7 +24,7 @@ def test_outputs_are_the_peers(make, tmp_path, monkeypatch, capsys):
     arguments = [source, '--to', peer.to, '--out', converted, '--from', peer.said]
     monkeypatch.setattr(sys, 'argv', ['convert.py', *map(str, arguments)])
     command.main()
-    assert 'keeps its own start' not in capsys.readouterr().out
+    assert 'keeps its initial value' not in capsys.readouterr().out
     ours = MODELS.build(dict(norm_cfg=dict(type='LN')) | peer.backbone).eval()
     x = torch.randn(2, 3, peer.side, peer.side)
     expected = peer.compute(x)
@@ -43,7 +43,7 @@ def blank(module):
 
 @pytest.mark.parametrize('kind', ['Pretrained', 'mmengine.Pretrained', PretrainedInit])
 def test_init_cfg_knows_the_format_however_its_type_is_named(kind, tmp_path):
-    """mmengine's own loading would find none of timm's names in the model, and leave it as it is."""
+    """MMEngine's own loading would not find timm's names, and leave the model unchanged."""
     peer = published.timm_pvt()
     torch.save(peer.file, tmp_path / 'theirs.pth')
     init_cfg = dict(type=kind, checkpoint=str(tmp_path / 'theirs.pth'))

@@ -1,4 +1,4 @@
-"""DINO with a small ViT, and views of random pictures, and k-NN without tricks, for the tests."""
+"""Small DINO models, random views and a plain implementation of k-NN for the tests."""
 
 import numpy as np
 import torch
@@ -26,13 +26,13 @@ def dino(**options) -> DINO:
 
 
 def views(images: int = 3, local: int = 2, generator: torch.Generator | None = None) -> list[torch.Tensor]:
-    """Two views of 16 pixels, and others of 8."""
+    """Returns two views of 16 pixels and other views of 8 pixels."""
     return [torch.randn(images, 3, side, side, generator=generator) for side in [16, 16] + [8] * local]
 
 
 @DATASETS.register_module()
 class Views(Dataset):
-    """Views that depend on the index alone."""
+    """Dataset whose views depend only on the index."""
 
     def __init__(self, length: int) -> None:
         self.length = length
@@ -46,14 +46,14 @@ class Views(Dataset):
 
 @MODELS.register_module()
 class AsTheyAre(nn.Module):
-    """A data preprocessor for views that need none."""
+    """Data preprocessor that returns views unchanged."""
 
     def forward(self, data: dict, training: bool) -> dict:
         return dict(data)
 
 
 def one_after_the_other(queries, images, k, temperature):
-    """Top-1 and top-5 in percent, by NumPy's sort and a loop over queries and neighbours."""
+    """Computes top-1 and top-5 accuracy in percent, with NumPy's sort and loops over queries and neighbours."""
     right = []
     for vector, label in zip(queries.vectors.numpy(), queries.labels.numpy(), strict=True):
         similarity = images.vectors.numpy() @ vector

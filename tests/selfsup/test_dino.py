@@ -1,4 +1,4 @@
-"""DINO's loss, centre, teacher and gradients against its definition and against numbers worked by hand."""
+"""Compares loss, centre, teacher and gradients of DINO with the definition and with numbers computed by hand."""
 
 import copy
 import math
@@ -15,7 +15,7 @@ from .small import HEAD, dino, views
 
 
 def by_definition(student, teacher, centre, student_temp, teacher_temp):
-    """All pairs of different views, one after the other."""
+    """Computes the loss in a loop over all pairs of different views."""
     terms = []
     for i, of_teacher in enumerate(teacher):
         for v, of_student in enumerate(student):
@@ -150,7 +150,7 @@ def test_gain_and_direction_of_the_last_layer_average_apart():
 
 
 def test_the_head_loads_published_weights():
-    """Files have the names of torch's older weight normalisation."""
+    """Checkpoints contain the parameter names of torch's older weight normalisation."""
     head = DINOHead(16, 12, 20, 8)
     old = nn.utils.weight_norm(nn.Linear(8, 12, bias=False))
     state = {key: value for key, value in head.state_dict().items() if key.startswith('mlp.')}

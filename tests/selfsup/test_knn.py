@@ -1,4 +1,4 @@
-"""k-NN against plain loops."""
+"""Compares k-NN with plain loops."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from .small import one_after_the_other
 
 
 def features(number, classes=7, channels=16):
-    """Classes that overlap, with the same centres in each call."""
+    """Returns features of overlapping classes, whose centres are the same in each call."""
     labels = torch.randint(classes, (number,))
     centres = torch.randn(classes, channels, generator=torch.Generator().manual_seed(1))
     return Features(F.normalize(centres[labels] + 2 * torch.randn(number, channels), dim=1), labels)
@@ -29,7 +29,7 @@ def test_the_accuracy_is_that_of_a_loop_over_all():
 
 
 def test_neighbours_are_the_same_in_parts():
-    """More queries and images than are compared at a time."""
+    """Uses more queries and images than one chunk contains."""
     images, queries = F.normalize(torch.randn(66_000, 3), dim=1), F.normalize(torch.randn(1030, 3), dim=1)
     similarities, numbers = neighbours(queries, images, 5)
     some = [0, 1023, 1024, 1029]

@@ -1,4 +1,4 @@
-"""DINO learns without labels what the classes of generated pictures are: the direction of stripes."""
+"""DINO learns the classes of generated images without labels. The class is the direction of stripes."""
 
 import math
 import uuid
@@ -18,7 +18,7 @@ CLASSES, SIDE = 6, 24
 
 
 def stripes(label, generator):
-    """Waves in a direction, -1 and 1, of random phase and frequency."""
+    """Returns stripes of -1 and 1 in a given direction, with random phase and frequency."""
     angle = math.pi * label / CLASSES
     frequency, phase = 0.8 + 0.6 * torch.rand((), generator=generator), 7 * torch.rand((), generator=generator)
     y, x = torch.meshgrid(torch.arange(float(SIDE)), torch.arange(float(SIDE)), indexing='ij')
@@ -26,7 +26,7 @@ def stripes(label, generator):
 
 
 def view(waves, side, generator):
-    """A crop in random colours, with noise."""
+    """Returns a crop in random colours with noise."""
     top, left = torch.randint(SIDE - side + 1, (2,), generator=generator).tolist()
     contrast, background = 1 + 0.3 * torch.randn(2, 3, 1, 1, generator=generator)
     sign = torch.randint(2, (), generator=generator) * 2 - 1
@@ -35,7 +35,7 @@ def view(waves, side, generator):
 
 
 class Stripes(Dataset):
-    """Two views of 16 pixels and two of 8."""
+    """Returns two views of 16 pixels and two views of 8 pixels."""
 
     def __len__(self):
         return 64 * 200
@@ -54,7 +54,7 @@ def pictures(number, first):
 
 @torch.no_grad()
 def neighbours_are_right(model, images, queries):
-    """20-NN in percent."""
+    """Returns the accuracy of 20-NN in percent."""
     sets = [Features(F.normalize(model(x)[0], dim=1), labels) for x, labels in (queries, images)]
     return accuracy(*sets, (20,))[20][0]
 

@@ -1,4 +1,4 @@
-"""Linear evaluation: what is trained, by which rates, and which rate is best."""
+"""Tests the linear evaluation: trained parameters, learning rates and the selection of the best rate."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Training DINO: gradients before a step, the teacher after it, schedules, resuming, and several processes."""
+"""Tests the training of DINO: gradients, teacher updates, schedules, resuming and several processes."""
 
 import copy
 import math
@@ -38,7 +38,7 @@ log_level = 'ERROR'
 
 
 class Watch(Hook):
-    """Remembers a function of the runner after each iteration."""
+    """Hook that records a function of the runner after each iteration."""
 
     priority = 'LOWEST'
 
@@ -61,7 +61,7 @@ def train(
     more=(),
     **optim_wrapper,
 ):
-    """The runner and what ``watch`` has seen; ``images / batch`` steps an epoch."""
+    """Trains for some epochs of ``images / batch`` steps. Returns the runner and the recorded values."""
     wrapper = dict(optimizer=dict(type='AdamW', lr=0.01, weight_decay=0.5), paramwise_cfg=DECAY) | optim_wrapper
     watching = Watch(watch)
     runner = Runner(
@@ -171,7 +171,7 @@ def test_a_killed_training_goes_on_with_the_same_teacher(tmp_path):
 
 
 def test_eight_steps_are_those_of_a_plain_loop(tmp_path):
-    """In float64, with loss, clipping, centre, teacher and the frozen layer written out."""
+    """Compares with explicit formulas for loss, clipping, centre, teacher and frozen layer, in float64."""
     batches = []
 
     class Batches(Hook):
@@ -230,7 +230,7 @@ def test_eight_steps_are_those_of_a_plain_loop(tmp_path):
 
 
 def test_half_precision_on_a_cpu(tmp_path):
-    """As `--amp` sets it."""
+    """Uses mixed precision as with `--amp`."""
 
     def loss(runner):
         return runner.message_hub.get_scalar('train/loss').current()
@@ -267,7 +267,7 @@ def test_the_hook_is_for_dino(tmp_path):
 
 @pytest.mark.slow
 def test_two_processes_are_one(tmp_path):
-    """SGD, because Adam makes a step of full size out of round-off where a gradient is zero."""
+    """Uses SGD, because Adam turns rounding errors of zero gradients into full steps."""
     config = tmp_path / 'config.py'
     config.write_text(CONFIG.format(backbone=BACKBONE, head=HEAD))
     assert in_two_processes(train_by_config, config, '--work-dir', tmp_path / 'two', cwd=tmp_path) == [0, 0]

@@ -1,9 +1,12 @@
-"""Classifies test images by their nearest neighbours among the training images:
-python tools/analysis_tools/knn.py CONFIG CHECKPOINT [--k 10 20 100 200]
+"""Classifies test images by their k nearest neighbours among the training images.
 
-The features are those of the backbone, and of the neck if the model has one: one vector for each image, or a map, which
-is averaged. Any config of MMPretrain will do, or one of configs/dino, whose teacher is evaluated. Both sets of images
-get the transforms of the test set. Several processes: torchrun --nproc_per_node N ... --launcher pytorch.
+The features are the output of the backbone, or of the neck if the model has one. The output is one vector per image, or
+a map, which is averaged. The config may be any config of MMPretrain or one of configs/dino, whose teacher is evaluated.
+Both sets of images use the transforms of the test set. To use several processes, run the tool with torchrun
+--nproc_per_node N and --launcher pytorch.
+
+Example:
+    python tools/analysis_tools/knn.py CONFIG CHECKPOINT --k 10 20 100 200
 """
 
 import argparse
@@ -22,13 +25,17 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('config')
     parser.add_argument('checkpoint')
-    parser.add_argument('--k', nargs='+', type=int, default=[10, 20, 100, 200], help='(default: 10 20 100 200)')
-    parser.add_argument('--temperature', type=float, default=0.07, help='of the votes (default: %(default)s)')
-    parser.add_argument('--batch-size', type=int, default=128, help='images of a batch (default: %(default)s)')
     parser.add_argument(
-        '--data', metavar='CONFIG', help='take the images from this config, as for one of pre-training without a test'
+        '--k', nargs='+', type=int, default=[10, 20, 100, 200], help='numbers of neighbours (default: 10 20 100 200)'
     )
-    parser.add_argument('--keep', metavar='FILE', help='write features and labels of both sets to this file')
+    parser.add_argument(
+        '--temperature', type=float, default=0.07, help='temperature of the votes (default: %(default)s)'
+    )
+    parser.add_argument('--batch-size', type=int, default=128, help='images per batch (default: %(default)s)')
+    parser.add_argument(
+        '--data', metavar='CONFIG', help='config with the images, if the config of the model has no test data'
+    )
+    parser.add_argument('--keep', metavar='FILE', help='save features and labels of both sets to this file')
     add_common_options(parser)
     return parser.parse_args(arguments)
 
@@ -41,10 +48,11 @@ def configure(args: argparse.Namespace) -> Config:
     queries = data.get('test_dataloader') or data.get('val_dataloader')
     if not queries or not data.get('train_dataloader'):
         raise UserError(
-            f'{args.data or args.config} has no training and test data: name a config that has both with --data.'
+            f'{args.data or args.config} has no training or no test data. Name a config that has both with --data.'
         )
     pipeline = innermost(queries.dataset).pipeline
-    images = dict(innermost(data.train_dataloader.dataset), pipeline=pipeline, test_mode=True)  # without repetitions
+    # Without dataset wrappers, each training image occurs once.
+    images = dict(innermost(data.train_dataloader.dataset), pipeline=pipeline, test_mode=True)
     loader = dict(
         batch_size=args.batch_size,
         num_workers=queries.get('num_workers', 0),
@@ -69,7 +77,7 @@ def configure(args: argparse.Namespace) -> Config:
 
 
 def innermost(dataset: Any) -> Any:
-    """The settings of the dataset that has a pipeline, of those that wrap it."""
+    """Returns the config of the innermost dataset of nested dataset wrappers, which contains the pipeline."""
     while 'dataset' in dataset:
         dataset = dataset.dataset
     return dataset

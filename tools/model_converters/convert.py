@@ -1,7 +1,7 @@
-"""Converts a published checkpoint to a model of this package, or a model with LayerNorm to one with DTN.
+"""Converts a published checkpoint to a checkpoint of this package. Optionally replaces LayerNorm by DTN.
 
-The result can be loaded with init_cfg=dict(type='Pretrained', checkpoint=..., prefix='backbone.'), with load_from, and
-by tools/test.py.
+The result can be loaded by init_cfg=dict(type='Pretrained', checkpoint=..., prefix='backbone.'), by load_from, and by
+tools/test.py.
 
 Example:
     python tools/model_converters/convert.py pvt_tiny.pth --to tiny --out pvt-t.pth
@@ -32,13 +32,15 @@ from mmdtn.selfsup import DINO
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('source', help='path or URL of the checkpoint')
-    parser.add_argument('--from', dest='format', choices=checkpoints.CHOICES, default='auto')
+    parser.add_argument(
+        '--from', dest='format', choices=checkpoints.CHOICES, default='auto', help='format of the checkpoint'
+    )
     parser.add_argument('--to', required=True, help="a config, or the name of an architecture such as 'tiny' or 's*'")
-    parser.add_argument('--out', required=True, type=Path)
+    parser.add_argument('--out', required=True, type=Path, help='path of the converted checkpoint')
     parser.add_argument(
         '--norm',
         choices=('LN', 'IN', 'GN'),
-        help="normaliser of the file's blocks, for files of the DTN authors that do not tell it",
+        help='normaliser of the blocks, for files of the DTN authors that do not determine it',
     )
     parser.add_argument(
         '--warm-start',
@@ -46,7 +48,7 @@ def parse_args() -> argparse.Namespace:
         type=float,
         const=0.999,
         metavar='LAMBDA',
-        help='convert LayerNorm to DTN, with this share of LayerNorm in all statistics (default: 0.999)',
+        help='convert LayerNorm to DTN and set all lambdas to this value (default: 0.999)',
     )
     parser.add_argument(
         '--resize', action='store_true', help='interpolate position embeddings and bias tables to the size of the model'
@@ -57,7 +59,7 @@ def parse_args() -> argparse.Namespace:
 
 def from_config(path: str) -> Config:
     cfg = read_config(path)
-    if class_of(cfg.model, MODELS) is DINO:  # whose backbone alone is wanted
+    if class_of(cfg.model, MODELS) is DINO:  # only the backbone of DINO is converted
         cfg = Config(dict(model=cfg.model.backbone))
     cfg.model.get('backbone', cfg.model).init_cfg = None
     return cfg
@@ -69,21 +71,19 @@ def from_arch(args: argparse.Namespace, state: State, told: dict[str, Any]) -> C
     file = recognise(theirs, args.format)
     kind = FORMATS[file]
     if kind.is_own:
-        raise ValueError(
-            'A file of this package needs --to CONFIG, because its tensors do not tell how it was configured.'
-        )
+        raise ValueError('A file of this package needs --to CONFIG, because the tensors do not determine the config.')
     if kind.out_type is None:
-        raise ValueError(f'A {file} file needs --to CONFIG: it holds a whole model, a {kind.backbone}.')
+        raise ValueError(f'A {file} file needs --to CONFIG, because it contains a whole model, a {kind.backbone}.')
     arch: Any = args.to
     warm_start = args.warm_start is not None
     options: dict[str, Any] = dict(norm_cfg=kind.norm_cfg, out_type=kind.out_type) | kind.settings(theirs)
     options |= {name: value for name, value in told.items() if name not in ('type', 'arch')}
     if args.norm is not None:
         options['norm_cfg'] = _choice(args.norm, kind.choices, told, file)
-    elif kind.choices and not told and not warm_start:  # a warm start is from LayerNorm
+    elif kind.choices and not told and not warm_start:  # a warm start requires LayerNorm
         raise ValueError(
-            f'A {file} file does not tell its normaliser: layer, insnorm and gnorm have the same tensors there. Say it '
-            f'with {" or ".join(f"--norm {name}" for name in kind.choices)}.'
+            f'The tensors of a {file} file do not determine the normaliser, because layer, insnorm and gnorm have the '
+            f'same tensors. Add {" or ".join(f"--norm {name}" for name in kind.choices)}.'
         )
     has_dtn = options['norm_cfg'] is not None and options['norm_cfg']['type'] == 'DTN'
     if kind.backbone == 'PVTDTN' and not has_dtn:
@@ -93,16 +93,16 @@ def from_arch(args: argparse.Namespace, state: State, told: dict[str, Any]) -> C
         if kind.backbone == 'PVTDTN':
             arch |= dict(norm_heads=DTN_HEADS)
         elif kind.backbone in ('ViTDTN', 'T2TViTDTN'):
-            options.setdefault('cls_from', 0)  # the class token starts at the first block, as in the file
+            options.setdefault('cls_from', 0)  # the class token joins before the first block, as in the file
     return Config(dict(model=dict(type=kind.backbone, arch=arch, **options)))
 
 
 def _choice(said: str, choices: Mapping[str, Any], told: Mapping[str, Any], file: str) -> Any:
     """Returns the ``norm_cfg`` that ``--norm`` selects."""
     if said not in choices or (told and told['norm_cfg'] != choices[said]):
-        tells = f"{told['norm_cfg']}, by its training's arguments" if told else 'by its tensors'
-        fits = f'; it may be one of {", ".join(choices)}' if choices and not told else ''
-        raise ValueError(f'--norm {said} is not the normaliser of this {file} file, which tells its own {tells}{fits}.')
+        tells = f'{told["norm_cfg"]} by the arguments in the file' if told else 'determined by the tensors'
+        fits = f'Choose one of {", ".join(choices)}.' if choices and not told else 'Remove --norm.'
+        raise ValueError(f'--norm {said} is not the normaliser of this {file} file. It is {tells}. {fits}')
     return choices[said]
 
 
