@@ -232,10 +232,6 @@ def _check_norms(ours: State, backbone: nn.Module, name: str, warm_start: float 
             )
 
 
-def _as_code(cfg: Mapping[str, Any]) -> str:
-    return f'dict({", ".join(f"{key}={value!r}" for key, value in cfg.items())})'
-
-
 def _is_norm(modules: Mapping[str, nn.Module], norm: str, cfg: Mapping[str, Any], warm_start: float | None) -> bool:
     """Returns whether a norm has the settings in ``cfg``. A warm start may replace LayerNorm by DTN."""
     module = modules[norm]
