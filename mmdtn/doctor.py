@@ -96,7 +96,7 @@ def _is_absent(name: str) -> bool:
 
 
 def _version(name: str, module: ModuleType) -> tuple[str, str]:
-    """Returns the name and version of the distribution. Its name may differ from the import name."""
+    """Returns the name and version of the distribution. Distribution names may differ from import names."""
     candidates = _distributions().get(name, [])
     for distribution in sorted(set(candidates), key=lambda d: not d.startswith('onedl')):
         return distribution, metadata.version(distribution)
@@ -121,7 +121,7 @@ def _opencv() -> Finding:
 
 
 def _torch_and_mmcv() -> Finding:
-    """Checks that mmcv's ops run. They are compiled for one version of torch and CUDA, and fail with all others."""
+    """Checks that mmcv's ops run. Ops are compiled for one version of torch and CUDA, and fail with all others."""
     again = 'reinstall mmcv for this torch: pip install --no-build-isolation --force-reinstall --no-deps onedl-mmcv'
     torch, _ = _import('torch')
     ops, error = _import('mmcv.ops')
@@ -173,7 +173,7 @@ def _device() -> Finding:
 def _kernels_for_cpus() -> Finding:
     """Builds DTN's C++ code if it is missing.
 
-    Without this code, DTN runs in plain torch on CPUs, which is irrelevant on machines with a GPU.
+    Without the C++ code, DTN runs in plain torch on CPUs, which does not matter on machines with a GPU.
     """
     torch, _ = _import('torch')
     dtn_cpu, error = _import('mmdtn.ops.dtn_cpu')
@@ -252,7 +252,7 @@ def _measurements() -> Iterator[str]:
         try:
             with torch.cuda.device(i):
                 yield from gpu_report.report(torch.device('cuda', i))
-        except Exception as error:  # the lines so far are still useful
+        except Exception as error:  # earlier lines are still useful
             yield f'The measurement stopped: {type(error).__name__}: {error}'
 
 

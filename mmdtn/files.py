@@ -62,7 +62,7 @@ def _size(number: int) -> str:
 
 
 class WholeFileBackend(LocalBackend):
-    """mmengine's backend for local files, changed to write each file with :func:`write_whole`."""
+    """Variant of mmengine's backend for local files that writes each file with :func:`write_whole`."""
 
     def put_text(self, obj: str, filepath: str | Path, encoding: str = 'utf-8') -> None:
         write_whole(filepath, obj.encode(encoding))
@@ -72,5 +72,5 @@ class WholeFileBackend(LocalBackend):
 
 
 def write_whole_files() -> None:
-    """Registers the file backend with mmengine. Its runners, strategies and hooks save all files through backends."""
+    """Registers the backend with mmengine, whose runners, strategies and hooks save all files through backends."""
     register_backend('local', WholeFileBackend, force=True, prefixes='')

@@ -23,7 +23,7 @@ OPTIONS = ('source', 'warm_start', 'resize', 'keep')  # options of init_cfg that
 
 
 class Backbone(BaseModule):
-    """Base class of backbones, with weight initialisation, frozen stages and fused norms.
+    """Base class of backbones that initialises weights, freezes stages and fuses norms.
 
     ``last_norm`` is the name of the final norm if the output is computed only from the norm's result, such as its
     tokens, one of them, or their mean.

@@ -109,7 +109,7 @@ def replace(model: nn.Module, name: str, module: nn.Module) -> None:
 
 @torch.no_grad()
 def fold_into(layer: nn.Linear | nn.Conv2d, a: Tensor, b: Tensor) -> None:
-    """Changes a layer so that it computes ``layer(a x + b)``. A convolution's zero padding counts as part of ``x``."""
+    """Changes a layer so that it computes ``layer(a x + b)``. Zero padding in a convolution counts as part of ``x``."""
     a, b = a.to(layer.weight.device), b.to(layer.weight.device)
     weight = layer.weight.double()
     of_inputs = weight.flatten(2).sum(-1) if weight.dim() > 2 else weight
@@ -138,8 +138,8 @@ def _set(layer: nn.Linear | nn.Conv2d, weight: Tensor, bias: Tensor) -> None:
 def border_in_front(layer: nn.Linear | nn.Conv2d, border: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
     """Computes the padding values for a layer that absorbs the norm in front of it.
 
-    Before the fusion, the norm's output is padded with ``border`` or zeros. After the fusion, the norm's former input
-    is padded. The new padding values satisfy ``a new + b = border``, so the outputs of ``layer`` stay the same.
+    The fusion moves padding from the norm's output, where it has the value ``border`` or zero, to the norm's input. The
+    new padding values satisfy ``a new + b = border``, so the outputs of ``layer`` stay the same.
     """
     a, b = a.to(layer.weight.device), b.to(layer.weight.device)
     old = b.new_zeros(layer.weight.shape[1]) if border is None else border.double()

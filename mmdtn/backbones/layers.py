@@ -26,8 +26,8 @@ def drop_path_rates(last: float, depth: int) -> list[float]:
 def light_checkpoint(run: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """Computes ``run(x)``, and saves only ``x`` for the backward pass.
 
-    ``run`` should be cheap and end in a linear layer, like an MLP's activation and second linear layer. The activation
-    is the largest tensor of a block, and the backward pass recomputes it. The linear layer is not recomputed.
+    ``run`` should be cheap and end in a linear layer, like an MLP's activation and second linear layer. The backward
+    pass recomputes the activation, which is the largest tensor of a block, but not the linear layer.
     """
     if not x.requires_grad:
         return run(x)
@@ -85,7 +85,7 @@ class Block(FusesNorms):
         self.drop_path = DropPath(drop_path) if drop_path > 0 else nn.Identity()
 
     def forward(self, x: Tensor, grid: tuple[int, int] | None = None) -> Tensor:
-        """Applies the block to a map or, with a grid, to tokens that follow ``p`` class tokens.
+        """Applies the block to a map. If a grid is given, applies it to tokens that follow ``p`` class tokens.
 
         With a grid ``(h, w)``, ``x`` has the shape ``B x 1 x (p + h w) x C``.
         """
@@ -175,10 +175,10 @@ class Attention(FusesNorms):
 
 
 class RelativePosition(nn.Module):
-    """Relative position bias of attention, which has the form of the scores in DTN's P (Eq. 6 of the paper).
+    """Relative position bias of attention that uses the scores of DTN's P (Eq. 6 of the paper).
 
     The bias of each head is ``a_1 (dx^2 + dy^2) + a_2 dx + a_3 dy``. ``(dx, dy)`` is the offset from a query to a key.
-    Its unit is the distance between neighbouring keys, ``sr_ratio`` tokens.
+    The unit of offsets is the distance between neighbouring keys, which is ``sr_ratio`` tokens.
 
     The bias takes as much memory as the scores. With three more channels, q and k could represent the same scores in
     less memory, but squared coordinates are too inaccurate in half precision.

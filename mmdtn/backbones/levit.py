@@ -26,7 +26,7 @@ class LeViTDTN(Backbone):
 
     The published LeViT has a batch norm after every layer, which ``timm.utils.reparameterize_model`` fuses into the
     layer. LeViT has no norms where other transformers have LayerNorm. ``norm_cfg`` adds norms in these places and keeps
-    the batch norms. The attention learns a bias for each distance between tokens, so it needs a fixed image size.
+    the batch norms. The attention learns a bias for each distance between tokens, so images must have the same size.
 
     Args:
         arch: ``'128s' | '128' | '192' | '256' | '384'``, or a dict of the fields of ``ARCHS``. A dict with a name under
@@ -250,7 +250,7 @@ def _grid(size: Sequence[int]) -> tuple[int, int]:
 
 
 def _arch(arch: str | dict) -> dict[str, Any]:
-    """Returns the fields of an architecture. DTN has as many heads as the attention if they divide the width."""
+    """Returns the fields of an architecture. DTN has the attention's number of heads if it divides the width."""
     said = architecture(arch, ARCHS, optional=('norm_heads',))
     norm_heads = [
         next(n for n in range(heads, 0, -1) if width % n == 0)

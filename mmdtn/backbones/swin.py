@@ -35,10 +35,10 @@ class SwinDTN(Backbone):
         other_norm_cfg: Normaliser of the patch embedding, of patch merging and of the outputs. DTN is not supported
             here.
         pool_sizes: DTN's pool size in each stage.
-        out_indices: Stages whose maps are returned for ``'featmap'``. Each map has a norm of its own.
-        out_type: ``'featmap'`` returns a tuple of maps ``B x C x H x W``. ``'avg_featmap'`` returns a tuple with the
-            mean over the last map, ``B x C``, for classification. If a map is not larger than a window, its windows
-            are shifted only for ``'featmap'``, as in the published models.
+        out_indices: Stages whose maps are returned for ``'featmap'``. Each map has its own norm. out_type:
+        ``'featmap'`` returns a tuple of maps ``B x C x H x W``. ``'avg_featmap'`` returns a tuple with the
+            mean over the last map, ``B x C``, for classification. As in the published models, windows of maps that are
+            not larger than a window are shifted only for ``'featmap'``.
         window_size: Side of the windows. The attention pads maps whose sides are not multiples of it.
         drop_path_rate: Stochastic depth rate of the last block. None uses the architecture's default.
         frozen_stages: -1 freezes nothing, 0 freezes the patch embedding, and n > 0 also freezes the first n stages and
@@ -176,10 +176,10 @@ class Stage(nn.Module):
 class WindowAttention(swin_transformer.WindowAttention):
     """Attention within windows, which may be shifted, for maps of any size.
 
-    The layer has the parameters of timm's ``WindowAttention``. Like MMDetection, and unlike timm, it pads maps before
-    shifting them. Unlike timm, it does not build a mask of all windows for each image size. In a shifted map, only
-    windows in the last row or column contain tokens from both ends of the map. There are thus only four kinds of
-    windows, whatever the map's size, and the layer stores one mask for each kind.
+    The layer has the parameters of timm's ``WindowAttention``. Like MMDetection, and unlike timm, the layer pads maps
+    before shifting them. Unlike timm, the layer does not build a mask of all windows for each image size. In a shifted
+    map, only windows in the last row or column contain tokens from both ends of the map. Maps of any size thus have
+    only four kinds of windows, and the layer stores one mask for each kind.
 
     Maps are padded with zeros, or with ``border`` after the fusion of a norm in front.
     """
@@ -224,10 +224,10 @@ class WindowAttention(swin_transformer.WindowAttention):
         return self.proj(x[:, :H, :W].contiguous())
 
     def _shift_of(self, height: int, width: int) -> int:
-        """Returns the shift of a map. Without ``shift_alone``, it is 0 for maps that are not larger than a window."""
+        """Returns the shift of a map. Without ``shift_alone``, maps that are not larger than a window have shift 0."""
         if self.shift_alone:
             return self.shift
-        if is_exporting():  # export would not keep a branch on the size, so there is none
+        if is_exporting():  # an exported program would not keep a branch on the size
             return self.shift * torch.sym_min(torch.sym_min(height, width) // (self.side + 1), 1)
         return self.shift if min(height, width) > self.side else 0
 
@@ -260,7 +260,7 @@ def _cuts(side: int, shift: int) -> Tensor:
 
 
 def _of_all_windows(kinds: Tensor, rows: int, columns: int, shifted: int) -> Tensor:
-    """Selects the bias of each window. Converts ``2 x 2 x K x N x N`` to ``(rows columns K) x N x N``.
+    """Selects the bias of each window from ``2 x 2 x K x N x N``, and returns ``(rows columns K) x N x N``.
 
     The first two indices of ``kinds`` tell whether a window is in the last row and whether it is in the last column.
     ``shifted`` is 1 for a shifted map and 0 otherwise.

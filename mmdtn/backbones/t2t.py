@@ -33,8 +33,8 @@ UP = 2.0**20
 class T2TViTDTN(PlainBackbone):
     """T2T-ViT (arXiv 2101.11986) with DTN in its first blocks, on maps ``B x H x W x C``.
 
-    The token module before the blocks does not support DTN, because the sides of its grid are up to a fourth of the
-    image's sides, which is too large. By default, the position embedding is a fixed table of sines.
+    The token module before the blocks has a grid whose sides are up to a fourth of the image's sides. This grid is too
+    large for DTN. By default, the position embedding is a fixed table of sines.
 
     Args:
         arch: ``'t-14' | 't-19' | 't-24'``, whose token module has transformer layers; ``'7' | '10' | '12' | '14' |
@@ -175,7 +175,7 @@ class TokenTransformer(TokenLayer):
 class TokenPerformer(TokenLayer):
     """Performer layer, in which attention uses random features of queries and keys (arXiv 2009.14794).
 
-    Its cost is linear in the number of tokens.
+    The layer's cost is linear in the number of tokens.
     """
 
     features: Tensor

@@ -23,18 +23,18 @@ class ViTOptions:
         norm_cfg: Normaliser of the first ``dtn_layers`` blocks, such as ``dict(type='DTN')`` or any registered
             normaliser for ``B x H x W x C``. ``dict(type='LN')`` is the published model.
         dtn_layers: Number of blocks that use ``norm_cfg``. The default is 10, or all blocks if there are fewer. If the
-            class token joins after these blocks, the default leaves at least two blocks for it.
-        other_norm_cfg: Normaliser of the other blocks, the token module of T2T-ViT, and the norm after the last block.
+        class token joins after these blocks, at least two blocks remain for it by default. other_norm_cfg: Normaliser
+        of the other blocks, the token module of T2T-ViT, and the norm after the last block.
             DTN is not supported here.
         cls_from: Block, from 0, before which the class token joins. By default, the class token joins after the
-            first ``dtn_layers`` blocks if they have DTN or ``rpe``, and otherwise before the first block. Outputs
-            without a class token have none by default.
+            first ``dtn_layers`` blocks if they have DTN or ``rpe``, and otherwise before the first block. By default,
+            there is no class token if the output does not contain it.
         out_indices: Blocks whose maps (``'featmap'``) or class tokens (``'cls_token'``) are returned. Negative numbers
-            count from the last block. Blocks after the last of them are not built.
+            count from the last block. Blocks after the last of these are not built.
         out_type: Type of the output, which is a tuple. ``'cls_token'`` returns normalised class tokens, ``B x C`` each.
             ``'avg_featmap'`` returns the mean over the grid, ``B x C``. ``'cls+mean'`` returns the class token
             concatenated with the mean of the patch tokens, ``B x 2C``. ``'featmap'`` returns maps ``B x C x H x W``,
-            of which only the map of the last block is normalised.
+            but only the last block's map is normalised.
         drop_path_rate: Stochastic depth rate of the last block.
         frozen_stages: -1 freezes nothing, 0 freezes the patch and position embedding, and n > 0 also freezes the first
             n blocks. If n is the number of blocks, the whole backbone is frozen.
@@ -185,8 +185,9 @@ class PlainBackbone(Backbone):
 class ViTDTN(PlainBackbone):
     """ViT (arXiv 2010.11929, as in DeiT) with DTN in its first blocks, on maps ``B x H x W x C``.
 
-    A class token has no position on the grid. It therefore joins after the blocks with DTN in the DTN paper. With
-    ``cls_from=0``, it joins before the first block, as in the published ViT, but remains outside DTN's neighbourhoods.
+    A class token has no position on the grid. In the DTN paper, the class token therefore joins after the blocks with
+    DTN. With ``cls_from=0``, it joins before the first block, as in the published ViT. DTN's neighbourhoods always
+    exclude it.
 
     Args:
         arch: ``'t' | 't*' | 's' | 's*' | 'b' | 'b*'``, or a dict of the fields of ``ARCHS``. A dict with a name under

@@ -8,8 +8,8 @@ A kernel takes at least as long as each of the following:
 - exchanging its values through shared memory
 - running one program alone
 
-The machine code shows the loops, and the sizes determine their trip counts. Latency, caches and imbalance increase the
-real time, which only a measurement on a GPU can tell.
+The machine code shows the loops, and the sizes determine their trip counts. Latency, caches and imbalance make kernels
+slower than these bounds, so real times require a measurement on a GPU.
 """
 
 import re
@@ -131,7 +131,7 @@ def _tensors(value: Any) -> list[Tensor]:
 
 
 def _trip_counts(layer: Layer, launch: Launch) -> dict[int, list[int]]:
-    """Returns the numbers of iterations of the loops in the code, in order.
+    """Returns the trip counts of all loops in the code, in order.
 
     The keys are numbers of loops, because a compiler may merge loops.
     """
@@ -156,7 +156,7 @@ def _trip_counts(layer: Layer, launch: Launch) -> dict[int, list[int]]:
 
 
 def _counts(sass: str, trip_counts: dict[int, list[int]]) -> dict[str, int]:
-    """Counts the instructions that one warp of a program executes, by kind."""
+    """Counts the instructions of each kind that one warp executes."""
     instructions: list[str] = []
     labels: dict[str, int] = {}
     branches: list[tuple[str, int]] = []

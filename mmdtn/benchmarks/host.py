@@ -77,7 +77,7 @@ def idle_driver() -> Iterator[None]:
         cache = dict(TRITON_LIBCUDA_PATH=folder, TRITON_CACHE_DIR=f'{folder}/cache')
         with mock.patch.dict(os.environ, cache):
             triton.runtime.driver.set_active(Idle())
-            # Users do not need to send CPU tensors to the GPU back end, so there is no public option for it.
+            # Users never need to send CPU tensors to the GPU back end, so no public option does so.
             with (
                 mock.patch.object(dtn_triton, 'DEVICE', 'cpu'),
                 mock.patch.object(triton_check, 'works', lambda device: True),

@@ -142,7 +142,7 @@ def launches(arch: int | str, layer: Layer) -> list[Launch]:
 
 
 class Binary:
-    """Machine code of a kernel for NVIDIA GPUs. The CUDA tools of the Triton package read it."""
+    """Machine code of a kernel for NVIDIA GPUs, which the Triton package's CUDA tools can read."""
 
     def __init__(self, code: bytes) -> None:
         self.code = code

@@ -1,7 +1,7 @@
 """Counts the memory traffic and the launches of DTN's GPU kernels without a GPU.
 
-Triton's interpreter counts the distinct bytes that each launch of a Triton kernel reads and writes. An operator of
-torch counts with the bytes of its inputs and outputs. Views cost nothing.
+Triton's interpreter counts the distinct bytes that each launch of a Triton kernel reads and writes. For operators of
+torch, the bytes of inputs and outputs count. Views cost nothing.
 """
 
 import os
@@ -23,7 +23,7 @@ PAGE = 2**22
 
 
 class Traffic(NamedTuple):
-    """Traffic of the forward or the backward pass. Bytes are multiples of the input's size."""
+    """Traffic of the forward or the backward pass. The unit of bytes is the size of the input."""
 
     launches: int
     moved: float  # sum of the distinct bytes of each launch
@@ -67,7 +67,7 @@ class Counter(TorchDispatchMode):
         if addresses.size:
             for page in range(int(addresses.min()) // PAGE, int(addresses.max()) // PAGE + 1):
                 seen = self.seen.setdefault((kind, page), np.zeros(PAGE, np.uint8))
-                seen[addresses[addresses // PAGE == page] % PAGE] = size  # at the first byte of each element
+                seen[addresses[addresses // PAGE == page] % PAGE] = size  # stored at the first byte of each element
 
     def __enter__(self) -> 'Counter':
         self._interpreter = _interpreted(self)

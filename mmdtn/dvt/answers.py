@@ -1,4 +1,4 @@
-"""Evaluates a cascade on a dataset, including the predictions of all exits and the speed of early exit."""
+"""Evaluates a cascade on a dataset: collects the predictions of all exits, and measures the speed of early exit."""
 
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -56,7 +56,7 @@ def build_loader(cfg: Config, name: str, images: int | None = None, seed: int = 
 
 
 class Answers(NamedTuple):
-    """The ``K x N`` tensors of all exits' confidence and correctness for all images.
+    """``K x N`` tensors with the confidence and correctness of each exit's prediction for each image.
 
     ``conf`` is the largest probability, and ``hit`` tells whether its class is correct.
     """

@@ -41,7 +41,7 @@ def find_thresholds(conf: Tensor, shares: Tensor) -> Tensor:
         shares: P rows with the share of the images for each exit, ``P x K``.
     """
     exits, images = conf.shape
-    wanted = (images * shares.float()).floor().long()  # as for the published thresholds, in float32
+    wanted = (images * shares.float()).floor().long()  # in float32, like the published thresholds
     left = torch.ones(len(shares), images, dtype=torch.bool)
     thresholds = torch.full((len(shares), exits), EVERYBODY, dtype=conf.dtype)
     for k in range(exits - 1):
@@ -65,7 +65,7 @@ def exits_taken(conf: Tensor, thresholds: Tensor) -> Tensor:
 
 
 class Outcome(NamedTuple):
-    """For each row of thresholds: accuracy in percent, mean GFLOPs, and number of images that leave at each exit."""
+    """Accuracy in percent, mean GFLOPs, and images that leave at each exit, for each row of thresholds."""
 
     accuracy: Tensor
     gflops: Tensor
@@ -122,7 +122,7 @@ def search(
 
 
 def _candidates(conf: Tensor, number: int, also: Tensor | None) -> Tensor:
-    """Returns ascending thresholds. All images reach the first one, and no image reaches the last one."""
+    """Returns thresholds in ascending order. All images reach the first threshold, and no image reaches the last."""
     distinct = conf.unique()
     if len(distinct) > number:
         distinct = distinct[torch.linspace(0, len(distinct) - 1, number).long()]

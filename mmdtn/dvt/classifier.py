@@ -31,8 +31,8 @@ class DVT(BaseModel):
         arch: ``'t2t-12' | 't2t-14' | 'deit-s'``, or a dict with the fields of ``ARCHS``. A dict with one of these names
             under ``'base'`` needs only the fields that differ.
         num_classes: Number of classes.
-        grids: For each exit, the number of tokens along a side of an image of ``img_size``. Each number is between one
-            and two times the previous one. The soft splits of T2T-ViT give 7, 10 and 14 tokens along 224 px, and
+        grids: For each exit, the number of tokens along a side of an image of ``img_size``. Each number is one to two
+        times the previous one. The soft splits of T2T-ViT give 7, 10 and 14 tokens along 224 px, and
             patches give any number.
         reuse_features: Whether each block concatenates its tokens with 48 channels, which are computed from the last
             tokens of the previous exit.
@@ -41,20 +41,21 @@ class DVT(BaseModel):
         norm_cfg: Normaliser of the first ``dtn_layers`` blocks of each exit. The published model has
             ``dict(type='LN')``. DTN uses the statistics of LayerNorm for the class token, which has no position on the
             grid.
-        dtn_layers: Number of blocks of each exit that use ``norm_cfg``. By default all do.
-        drop_path_rate: Stochastic depth rate of the last block of each exit.
-        img_size: Side of the images that position embeddings are made for. Images of other sizes get other grids.
-        loss: Config of the loss, which takes the logits of one exit, and labels or scores. The default is
+        dtn_layers: Number of blocks of each exit that use ``norm_cfg``. By default, all blocks do. drop_path_rate:
+        Stochastic depth rate of the last block of each exit. img_size: Image side for which position embeddings are
+        made. Other image sizes lead to different grids. loss: Config of the loss, which takes the logits of one exit,
+        and labels or scores. The default is
             cross-entropy.
         loss_weights: Weight of the loss of each exit. The default is 1 for all.
-        thresholds: Probability at which an image leaves in prediction, for each exit or for all but the last.
-            ``dict(file='budget.json', gflops=1.0)`` reads thresholds that need so many GFLOPs on average from a file of
-            ``tools/dvt_budget.py``. By default all exits run for every image, and the last one gives the prediction.
-        train_cfg: ``augments`` has batch augmentations as in ``ImageClassifier``. ``frozen`` lists the parts of an exit
-            that are not trained, such as ``['norm', 'cls_token']``.
-        data_preprocessor: Config of the data preprocessor. The default type is MMPretrain's ``ClsDataPreprocessor``.
-        init_cfg: ``dict(type='Pretrained', checkpoint=...)`` loads a checkpoint of this package or of DVT's authors.
-            With ``heads=False`` the linear heads are not loaded.
+        thresholds: Probabilities at which images leave in prediction, for all exits or for all but the last.
+            ``dict(file='budget.json', gflops=1.0)`` reads thresholds that need at most this many GFLOPs on average from
+            a file of ``tools/dvt_budget.py``. By default, all exits process every image, and the last one makes the
+            prediction.
+        train_cfg: ``augments`` holds batch augmentations, as in ``ImageClassifier``. ``frozen`` lists parts of an exit
+        that are not trained, such as ``['norm', 'cls_token']``. data_preprocessor: Config of the data preprocessor. The
+        default type is MMPretrain's ``ClsDataPreprocessor``. init_cfg: ``dict(type='Pretrained', checkpoint=...)``
+        loads a checkpoint of this package or of DVT's authors.
+            With ``heads=False``, the linear heads are not loaded.
 
     Example:
         >>> model = DVT(dict(base='deit-s', width=48, depth=2, num_heads=3), 10, grids=(4, 8), img_size=32)

@@ -99,7 +99,7 @@ class ExitBlock(nn.Module):
         x = add_branch(x, out, self.drop_path)
         joined = x
         if self.features is not None:
-            assert upstream is not None  # only the first exit has none, and does not reuse features
+            assert upstream is not None  # only the first exit has none, and it does not reuse features
             joined = torch.cat((x, self.features(upstream, grid)), -1)
         return add_branch(x, self.mlp(_normalise(self.norm2, joined, grid)), self.drop_path), logits
 
@@ -116,11 +116,9 @@ class Exit(nn.Module):
         arch: Dict with the fields of ``ARCHS``.
         num_classes: Number of classes.
         grid: Number of tokens along a side of an image of ``img_size``.
-        img_size: Side of the images that position embeddings are made for. Other images get interpolated or recomputed
-            ones.
-        norm_cfgs: Normaliser of each block. All other norms are LayerNorm.
-        drop_path_rate: Stochastic depth rate of the last block.
-        reuse: Which outputs of the previous exit are reused.
+        img_size: Image side for which position embeddings are made. Other sizes get interpolated or recomputed
+        embeddings. norm_cfgs: Normaliser of each block. All other norms are LayerNorm. drop_path_rate: Stochastic depth
+        rate of the last block. reuse: Which outputs of the previous exit are reused.
     """
 
     def __init__(

@@ -20,12 +20,10 @@ class BudgetCurve:
     """Mean GFLOPs, and accuracy in percent, for each of P rows of thresholds.
 
     Args:
-        gflops: The cost of each exit, if all images leave there.
-        anytime: The accuracy of each exit, if all images leave there.
-        thresholds: The thresholds, ``P x K``.
-        mean_gflops: The mean cost of each row.
-        accuracy: The accuracy of each row.
-        left: Number of images that leave at each exit, ``P x K``. Curves in published files do not have it.
+        gflops: The cost of each exit if all images leave there. anytime: The accuracy of each exit if all images leave
+        there. thresholds: The thresholds, ``P x K``. mean_gflops: The mean cost of each row. accuracy: The accuracy of
+        each row. left: Number of images that leave at each exit, ``P x K``. Published files do not contain these
+        numbers.
     """
 
     gflops: list[float]

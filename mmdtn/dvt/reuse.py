@@ -30,7 +30,7 @@ class Upstream(NamedTuple):
 
 
 def resample(x: Tensor, source: Grid, target: Grid) -> Tensor:
-    """Resamples maps from one grid to another. The last dimension is a flattened map.
+    """Resamples maps from one grid to another. The last dimension holds a flattened map.
 
     Nearest-neighbour interpolation first doubles the sides, and average pooling then yields the target grid.
     """
@@ -65,7 +65,7 @@ class FeatureReuse(nn.Module):
 
 
 class RelationReuse(nn.Module):
-    """Computes the logits that an exit adds to its attention from those of all blocks in the previous exit.
+    """Converts the logits of all blocks in the previous exit to the logits that an exit adds to its attention.
 
     Two 1 x 1 convolutions over blocks and heads transform the logits.
     """

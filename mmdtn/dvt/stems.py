@@ -11,7 +11,7 @@ FIRST_SPLITS: tuple[Split, ...] = ((14, 8, 3), (11, 6, 5), SPLITS[0])
 def t2t_stem(width: int, grid: int, img_size: int) -> nn.Module:
     """Builds T2T-ViT's token module with performers.
 
-    The choice of the first split yields ``grid x grid`` tokens.
+    Chooses a first split that yields ``grid x grid`` tokens.
     """
     choices = {tokens_along(img_size, (first, *SPLITS[1:])): first for first in FIRST_SPLITS}
     if grid not in choices:

@@ -50,7 +50,7 @@ class TokenNorm(nn.Module):
     in an attribute of the same name.
 
     ``norm(x, lengths=...)`` normalises a padded batch of sequences ``B x T x C`` as if there were no padding. A length
-    is a sequence's number of real tokens, which come before its padding. The padding affects neither outputs nor
+    is a sequence's number of real tokens, which come before its padding. Padding does not affect real tokens and their
     gradients, and its output is 0. The CPU reads the lengths, so pass a list or a CPU tensor.
     """
 
@@ -90,7 +90,7 @@ class TokenNorm(nn.Module):
     def normalise_real(self, tokens: Tensor, groups: Groups) -> Tensor:
         """Normalises the real tokens of a batch, ``N x C``.
 
-        Norms of single tokens or of the whole batch do not need to know the sequence of each token.
+        Norms of single tokens or of the whole batch do not need to know which sequence a token belongs to.
         """
         return self.normalise(tokens)
 

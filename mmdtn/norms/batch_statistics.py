@@ -17,7 +17,7 @@ class MovingAverageNorm(BatchStatisticsNorm):
     """Norm that uses the statistics of earlier batches, and keeps moving averages of gradients.
 
     Both passes of a training step, forward and backward, change the state, so activation checkpointing is not possible.
-    ``torch.compile`` skips the training step, which requires ``fullgraph=False``, the default.
+    ``torch.compile`` skips the training step, so ``fullgraph`` must be False, the default.
     """
 
     repeatable = False
@@ -32,7 +32,7 @@ class MovingAverageNorm(BatchStatisticsNorm):
 
 
 def start_new_task(model: nn.Module) -> None:
-    """Resets the step counters of a model that starts from given weights, so that its norms warm up on the new data."""
+    """Resets the step counters of a model with pretrained weights, so that its norms warm up on the new data."""
     for module in model.modules():
         if isinstance(module, MovingAverageNorm):
             module.count.zero_()

@@ -34,7 +34,7 @@ class Place(NamedTuple):
 
     @property
     def num_groups(self) -> int:
-        """The number of heads under GroupNorm's name for it."""
+        """GroupNorm's name for the number of heads."""
         return self.num_heads
 
 
@@ -80,7 +80,7 @@ def _without_retired(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _takes_channels_last(norm: nn.Module, channels: int) -> bool:
-    """Runs the norm on a row of three tokens. A square map would not detect a norm of a different dimension."""
+    """Runs the norm on a row of three tokens. With a square map, a norm of a different dimension would not fail."""
     tokens, training = torch.zeros(1, 1, 3, channels), norm.training
     try:
         with torch.no_grad():

@@ -22,7 +22,7 @@ MANY_PREFIX_TOKENS = 16  # no published model has more, so a larger number means
 
 @MODELS.register_module()
 class DTN(nn.Module):
-    r"""Normalises each token with a mixture of its own and its neighbourhood's statistics.
+    r"""Normalises each token with a mixture of its own statistics and its neighbourhood's statistics.
 
     ``x^k`` denotes the channels of head k. The layer computes (Section 3 of the paper)::
 
@@ -32,31 +32,30 @@ class DTN(nn.Module):
         P^k   = softmax_j(a_1 (dx^2 + dy^2) + a_2 dx + a_3 dy)
 
     ``mean(x)`` and ``var(x)`` are the statistics of LayerNorm. ``(dx, dy)`` is the offset from a token to its
-    neighbour, measured in tokens or, with pooling, in cells. The grid's size is arbitrary and may differ between calls.
+    neighbour, measured in tokens or, with pooling, in cells. The grid may have any size, even a new one in each call.
 
     Args:
         num_features: Channels, C.
         num_heads: Number of heads, K. Each head has its own lambdas and its own neighbourhood.
-        pool_size: Side length of the cells. The tokens of a cell share the statistics of a neighbourhood.
-        eps: Added to the variance, and to the mean square of ``prenorm``.
-        affine: Whether to learn ``weight`` and ``bias``.
-        prenorm: Whether to divide each head of each token by its root mean square first, as the published models do.
+        pool_size: Side length of the cells. All tokens of a cell share the same neighbourhood statistics. eps: Added to
+        the variance and to the mean square of ``prenorm``. affine: Whether to learn ``weight`` and ``bias``. prenorm:
+        Whether to first divide each head of each token by its root mean square, as in the published models.
         mean_lambda: Fixed value of lambda_mean. 1 uses LayerNorm's mean. None learns lambda_mean, starting from 1/2.
-        var_lambda: Fixed value of lambda_var, or None to learn it.
-        position: ``'learned'`` learns the coefficients of P. ``'uniform'`` and ``'identity'`` fix P.
-        position_init: Initial coefficients of P. ``'local'`` follows Eq. 7. ``'line'`` puts the heads of Eq. 7 side by
+        var_lambda: Fixed value of lambda_var, or None to learn it. position: ``'learned'`` learns the coefficients of
+        P. ``'uniform'`` and ``'identity'`` fix P. position_init: Initial coefficients of P. ``'local'`` follows Eq. 7.
+        ``'line'`` puts the heads of Eq. 7 side by
             side on a line, for sequences. ``'trunc_normal'`` is random.
-        unbiased: Whether to divide LayerNorm's variance by C - 1, as the published code does.
-        pool_second_moment: Whether to include the variance within a cell. The published code does not.
+        unbiased: Whether to divide LayerNorm's variance by C - 1, as in the published code. pool_second_moment: Whether
+        to include the variance within a cell, which the published code omits.
 
     Shapes:
         The input is ``B x H x W x C``, or ``B x (p + H W) x C`` with ``hw_shape=(H, W)`` and ``num_prefix_tokens=p``.
         The output has the same shape. The first p tokens, such as a class token, have no position on the grid. P
-        ignores them, and they are normalised with both lambdas equal to 1. With ``prenorm=False`` that is LayerNorm.
+        ignores these tokens, and their lambdas are 1, which means LayerNorm if ``prenorm=False``.
 
-        With ``lengths`` the input is a padded batch of sequences ``B x T x C``, whose tokens lie on a line. The lengths
-        are the numbers of real tokens, which come before the padding. The padding affects neither outputs nor
-        gradients, and the output is 0 there.
+        With ``lengths``, the input is a padded batch of sequences ``B x T x C``, whose tokens lie on a line. A length
+        is a sequence's number of real tokens, which come before its padding. Padding does not affect real tokens and
+        their gradients, and its output is 0.
 
     Example:
         >>> layer = DTN(64, num_heads=4, pool_size=2)
@@ -158,12 +157,12 @@ class DTN(nn.Module):
         """Normalises ``x``; see Shapes above.
 
         ``feeds_autocast`` tells the norm that autocast runs all layers after it in half precision, like ``nn.Linear``.
-        The norm then returns half precision itself. The values equal those of autocast's own cast, which would take
-        another pass over memory.
+        The norm then returns half precision itself. Autocast would yield the same values, but with another pass over
+        memory.
         """
         _check_input(x, hw_shape, num_prefix_tokens, self.num_features, lengths is not None)
         dtype = _autocast_dtype(x) if feeds_autocast else None
-        # Statistics need at least float32. They have the same dtype as the parameters.
+        # Statistics need at least float32, and have the dtype to which the parameters are converted here.
         like = x.new_empty(0, dtype=torch.promote_types(x.dtype, torch.float32))
         C, K = self.num_features, self.num_heads
         parameters = (
@@ -248,14 +247,14 @@ def mix_of(share: float) -> float:
 
 
 def local_start(num_heads: int) -> list[list[float]]:
-    """Returns Eq. 7 of the paper, in which the largest square number of heads look at places around the token."""
+    """Returns Eq. 7 of the paper. The largest possible square number of heads look at places around the token."""
     side = math.isqrt(num_heads)
     offsets = [i - (side - 1) / 2 for i in range(side)]
     return [[-1.0, 2 * dx, 2 * dy] for dx, dy in itertools.product(offsets, offsets)]
 
 
 def line_start(num_heads: int) -> list[list[float]]:
-    """Returns Eq. 7 of the paper for a line, where the K heads look at adjacent places centred on the token."""
+    """Returns Eq. 7 of the paper for a line. The K heads look at adjacent places centred on the token."""
     return [[-1.0, 2 * (k - (num_heads - 1) / 2), 0.0] for k in range(num_heads)]
 
 

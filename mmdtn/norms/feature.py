@@ -26,7 +26,7 @@ class FeatureNorm(TaperingNorm):
 
     The formulas are this project's interpretation of a dynamic learnable feature normalization with
     re-parameterisation, which was published without formulas. As in BatchNorm, gradients flow through the mean and the
-    variance. None flow through the minimum and maximum, where a single token would receive all gradients.
+    variance. No gradients flow through the minimum and maximum, where one token would receive all of them.
 
     Args:
         num_features: Channels, C.

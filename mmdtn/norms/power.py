@@ -25,8 +25,8 @@ class PowerNorm(MovingAverageNorm):
         d = dy * weight - (1 - alpha_bwd) nu z
         du = d / sqrt(q + eps)      nu <- nu + mean(d z)
 
-    ``dy``, ``d`` and ``du`` are gradients. They are not exact, because the forward pass also depends on earlier
-    batches, whose influence ``nu`` approximates.
+    ``dy``, ``d`` and ``du`` are gradients. The forward pass also depends on earlier batches, so these gradients are not
+    exact. ``nu`` approximates the influence of earlier batches.
 
     Args:
         num_features: Channels, C.

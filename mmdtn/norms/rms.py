@@ -30,8 +30,8 @@ class RMSNorm(TokenNorm):
 class ScaleNorm(TokenNorm):
     """Computes ``weight x / max(|x|, eps)``, where ``|x|`` is the length of a token (arXiv 1910.05895).
 
-    The weight starts at sqrt(C). The paper learns a single scale. With ``per_channel``, each channel has its own, as in
-    the DTN authors' baseline.
+    The weight starts at sqrt(C). The paper learns a single scale. With ``per_channel``, each channel has its own scale,
+    as in the DTN authors' baseline.
 
     Example:
         >>> ScaleNorm(64)(torch.randn(2, 25, 42, 64)).shape

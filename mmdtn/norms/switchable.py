@@ -106,13 +106,12 @@ class SN(BatchStatisticsNorm):
 
 
 def _moments(x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
-    # torch.var_mean takes six times as long on CPUs. The mean is detached, because it does not affect a variance's
-    # gradient.
+    # torch.var_mean takes six times as long on CPUs. The gradient through the mean is zero, so the mean is detached.
     mean = x.mean(dim, keepdim=True)
     return mean, (x - mean.detach()).square().mean(dim, keepdim=True)
 
 
 def _pooled(mean: Tensor, var: Tensor, dim: int) -> tuple[Tensor, Tensor]:
-    """Merges equally large sets. Returns the mean and variance of their union, given those of each set."""
+    """Returns the mean and variance of the union of equally large sets, given each set's mean and variance."""
     pooled = mean.mean(dim, keepdim=True)
     return pooled, (var + (mean - pooled).square()).mean(dim, keepdim=True)

@@ -30,8 +30,8 @@ class UN(MovingAverageNorm):
         psi <- m psi + (1 - m) k
         dx = (h - z (k for an outlier, otherwise psi)) / sqrt(s + eps);  dweight = sum(dy r z)
 
-    As in the published code, and unlike in the paper, ``V`` is the variance over all channels together. Otherwise, no
-    batch would be an outlier. If channels are alike, most batches are outliers, which ``skipped`` counts.
+    As in the published code, but not in the paper, ``V`` is the variance over all channels together. With one ``V`` per
+    channel, no batch would be an outlier. If channels are alike, most batches are. ``skipped`` counts outliers.
 
     Args:
         num_features: Channels, C.

@@ -3,9 +3,9 @@
 GPUs use the back end ``dtn_triton`` and CPUs use ``dtn_cpu``. ``reference`` covers all other cases.
 
 Plain tensors go through an ``autograd.Function`` that calls the back end. Compilers, fake tensors and dispatch modes
-use the custom operators ``mmdtn::dtn`` and ``mmdtn::dtn_backward``. The results are the same, but the operators take
-more time on the host. torch.compile cannot trace into custom operators, so it saves only their inputs and outputs for
-the backward pass.
+use the custom operators ``mmdtn::dtn`` and ``mmdtn::dtn_backward``. The results are the same, but custom operators take
+more time on the host. Because torch.compile cannot trace into them, it saves only their inputs and outputs for the
+backward pass.
 """
 
 import functools
@@ -26,7 +26,7 @@ NUM_TENSORS, NUM_SETTINGS = len(Tensors._fields), len(Settings._fields)
 
 
 def dtn(t: Tensors, s: Settings, dtype: torch.dtype | None = None) -> Tensor:
-    """Normalises ``t.x``, ``B x H x W x C``. Without ``dtype``, the result has the dtype of LayerNorm's output."""
+    """Normalises ``t.x``, ``B x H x W x C``. The default ``dtype`` is that of LayerNorm's output."""
     dtype = _dtype_of_layernorm(t.x) if dtype is None else dtype
     if _wants_plain_torch(t.x):
         with _exact_products(t.x.device.type):
@@ -34,7 +34,7 @@ def dtn(t: Tensors, s: Settings, dtype: torch.dtype | None = None) -> Tensor:
     plain = type(t.x) in (Tensor, torch.nn.Parameter) and not is_in_torch_dispatch_mode()
     if not plain or torch.compiler.is_compiling():
         return _dtn(*t, dtype, *s)[0]
-    _back_end(t.x)  # processes must agree on it here, because gradient mode is off inside a Function
+    _back_end(t.x)  # processes must agree on the back end here, because gradient mode is off inside a Function
     return _Eager.apply(*t, dtype, *s)[0]
 
 
@@ -132,7 +132,7 @@ def _differentiate(backward: Callable, ctx: Any, grad: Tensor | None, _: None) -
     no_others = (None,) * (1 + NUM_SETTINGS)
     if grad is None:
         return *(None,) * NUM_TENSORS, *no_others
-    if torch.is_grad_enabled():  # create_graph=True: gradients of the gradients may follow
+    if torch.is_grad_enabled():  # create_graph=True, so the gradients may be differentiated
         t = Tensors(*ctx.saved_tensors[:NUM_TENSORS])
         return *_reference_gradients(grad, t, ctx.settings), *no_others
     return *backward(grad, *ctx.saved_tensors, *ctx.settings), *no_others

@@ -1,7 +1,7 @@
 """Compiles ``dtn_cpu.cpp``, the CPU back end of DTN, and calls it.
 
 The first call compiles the library into torch's folder for extensions, which takes a few seconds. ``python -m
-mmdtn.doctor`` compiles it in advance. If compilation fails, the reference runs instead, and the log states the reason.
+mmdtn.doctor`` does so in advance. If compilation fails, the reference runs instead, and the log states the reason.
 """
 
 import ctypes
@@ -27,7 +27,7 @@ ARCHITECTURES = {'AVX512': ['-march=x86-64-v4'], 'AVX2': ['-march=x86-64-v3']}
 
 @functools.cache
 def works() -> bool:
-    """Returns whether the library can be loaded. The first call compiles it if necessary."""
+    """Returns whether the library can be loaded. The first call compiles the library if necessary."""
     try:
         _library()
     except Exception as error:  # the compiler, ninja, setuptools and the file system share no error class
@@ -50,7 +50,7 @@ def build() -> Path:
     """Returns the path of the library after compiling it if necessary. Raises the compiler's error."""
     if platform.system() == 'Windows':
         raise OSError('dtn_cpu.cpp needs GCC or Clang, because Visual C++ lacks their vector extensions.')
-    from torch.utils import cpp_extension  # imports setuptools, which only compiling needs
+    from torch.utils import cpp_extension  # imports setuptools, which is needed only for compiling
 
     capability = torch.backends.cpu.get_cpu_capability()
     flags = ['-O3', '-std=c++20', '-fno-math-errno', *ARCHITECTURES.get(capability, [])]

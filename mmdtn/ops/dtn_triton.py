@@ -67,7 +67,7 @@ class Layer(NamedTuple):
     rows: int  # number of cells in a program of _rows or _columns
     tile: int  # number of tokens or cells in a program that computes all channels
     lanes: int  # number of channels in a program that computes part of one head
-    blocks: int  # number of these parts in all heads
+    blocks: int  # number of such parts in all heads
     parts: int  # blocks, rounded up to a power of two
     record: int  # the 5 floats of _store_record, rounded up to a power of two
     tf32x3: bool  # whether to compute a float32 product as three TF32 products; NVIDIA GPUs from sm_80 on
@@ -87,7 +87,7 @@ class Memory(NamedTuple):
     of_tokens: Tensor  # B x H x W x (K + 2): 1 / RMS of each head, mean, variance
     of_channels: Tensor  # B x C: the shift of each channel
     P: Tensor  # K x (h + w) x stride: the rows of P_y and then of P_x, for each head
-    moments: Tensor  # K x (h + w) x 3: moments of the rows of P, used by the derivatives of P
+    moments: Tensor  # K x (h + w) x 3: moments of the rows of P, for the derivatives of P
     cells: Pair  # means and variances of the tokens in a cell; without pooling, x itself
     rows: Pair | None  # P_x u and P_x v, and in the backward pass also their gradients
 
@@ -103,7 +103,7 @@ class Gradients(NamedTuple):
     # partial gradients
     weight_parts: Tensor  # parts x C
     bias_parts: Tensor  # parts x C
-    records: Tensor  # partial gradients of the lambdas and of position, see _store_record
+    records: Tensor  # partial gradients of the lambdas and of position, in the layout of _store_record
     # gradients
     of_x: Tensor
     of_weight: Tensor
@@ -132,7 +132,7 @@ def _axes(memory, H, W, L, ROWS: tl.constexpr, KEYS: tl.constexpr):
         top = tl.zeros([ROWS, 1], tl.float32)
         P = tl.where(key == query, 1.0, 0.0)
     else:
-        # Subtracting the largest score of the row keeps the scores precise where P is large.
+        # Subtracting the largest score of each row keeps scores precise where P is large.
         score = tl.where(key < to.n, shift * (quadratic * shift + linear), float('-inf'))
         top = tl.max(tl.where(score == tl.max(score, 1)[:, None], shift, float('-inf')), 1)[:, None]
         score = (shift - top) * (quadratic * (shift + top) + linear)
@@ -325,7 +325,7 @@ def _load_cells(cells, of_tokens, cell, there, chunk, L):
 def _normalise(x, of_tokens, token, there, M, V, chunk, L):
     mask = there & chunk.real
     at, of_token = token * L.C + chunk.channel, of_tokens + token * (L.K + 2)
-    # The mask has no dimension for the lanes, so that only one lane loads each number.
+    # The mask has no dimension for lanes, so that only one lane loads each number.
     mean = tl.load(of_token + L.K, mask=there, other=0.0) - chunk.shift
     var = tl.load(of_token + L.K + 1, mask=there, other=1.0)
     variance = chunk.var_lambda * var + (1 - chunk.var_lambda) * tl.maximum(V, 0.0)
@@ -345,7 +345,7 @@ def _store_output(memory, y, n, chunk):
 
 @jit()
 def _differentiate(grad, weight, n):
-    """Returns the gradients of the output, of -mu and of the variance."""
+    """Returns the gradients of the output, -mu and the variance."""
     of_y = tl.load(grad + n.at, mask=n.mask, other=0.0).to(tl.float32)
     d = tl.where(n.mask, of_y * weight * n.inverse, 0.0)
     return of_y, d, tl.where(n.mask, -0.5 * d * n.value * n.inverse, 0.0)
@@ -408,7 +408,7 @@ def _columns_backward(memory, g, H, W, L):
     without pooling store the gradient of -mu, which is a summand of the gradient of z. A program processes its columns
     one after another. If a column has more than 16 cells, its sums are kept in global memory.
     """
-    S: tl.constexpr = L.s.pool_size  # Triton 3.5 would compile dead branches that test L.s.pool_size itself
+    S: tl.constexpr = L.s.pool_size  # Triton 3.5 would compile dead branches if they tested L.s.pool_size
     h, w = tl.cdiv(H, S), tl.cdiv(W, S)
     block, b = tl.program_id(0) % L.blocks, (tl.program_id(0) // L.blocks).to(tl.int64)
     lane = tl.arange(0, L.lanes)[None]
@@ -478,7 +478,7 @@ def _columns_backward(memory, g, H, W, L):
 def _rows_backward(memory, g, records, H, W, L):
     """Applies P_x^T to the output of ``_columns_backward``.
 
-    The result is the gradients of u and v or, without pooling, the gradient of z.
+    The kernel yields the gradients of u and v or, without pooling, the gradient of z.
     """
     h, w = tl.cdiv(H, L.s.pool_size), tl.cdiv(W, L.s.pool_size)
     row, key = _tile(tl.program_id(0) // L.blocks, w, 16)
@@ -514,7 +514,7 @@ def _rows_backward(memory, g, records, H, W, L):
 
 @jit()
 def _swap(tile, L):
-    """Swaps the grid axes of a tile. Its rows are one axis, and its columns combine the other axis with the lanes."""
+    """Swaps the grid axes of a tile. Rows stand for one axis, and columns for pairs of the other axis and a lane."""
     return tl.permute(tile.reshape(16, 16, L.lanes), (1, 0, 2)).reshape(16, 16 * L.lanes)
 
 
@@ -525,7 +525,7 @@ def _swap_pair(pair, L):
 
 @jit()
 def _grid_rows(x, of_tokens, P_x, chunk, H, W, L):
-    """Returns u and v of an image, P_x, and the pair of products P_x u and P_x v. A row of these tiles is one x."""
+    """Returns u and v of an image, P_x, and the products P_x u and P_x v. The rows of all tiles are indexed by x."""
     side, y = tl.arange(0, 16), tl.arange(0, 16 * L.lanes)[None] // L.lanes
     there = (y < H) & (side < W)[:, None] & chunk.real
     uv = _load_cells(Pair(x, x), of_tokens, y * W + side[:, None], there, chunk, L)
@@ -535,7 +535,7 @@ def _grid_rows(x, of_tokens, P_x, chunk, H, W, L):
 
 @jit()
 def _grid_tokens(x, of_tokens, P_y, P_x, chunk, H, W, L):
-    """Returns M, V and the normalised tokens of an image. A row of these tiles is one y."""
+    """Returns M, V and the normalised tokens of an image. The rows of all tiles are indexed by y."""
     side, at_x = tl.arange(0, 16), tl.arange(0, 16 * L.lanes)[None] // L.lanes
     _, _, rows = _grid_rows(x, of_tokens, P_x, chunk, H, W, L)
     M, V = _apply(_load_P(P_y, side, side), _swap_pair(rows, L), L)
@@ -549,7 +549,7 @@ def _grid_tokens(x, of_tokens, P_y, P_x, chunk, H, W, L):
 def _grid(memory, y, H, W, L):
     """Normalises some channels of one head for an image with at most 16 x 16 tokens."""
     b = (tl.program_id(0) // L.blocks).to(tl.int64)
-    chunk = _chunk(memory, b, tl.arange(0, 16 * L.lanes)[None] % L.lanes, L)  # once for each of 16 cells in a row
+    chunk = _chunk(memory, b, tl.arange(0, 16 * L.lanes)[None] % L.lanes, L)  # repeated for each of 16 cells in a row
     P_y, P_x = _axis(memory, chunk.head, 0, H, W), _axis(memory, chunk.head, 1, H, W)
     x, of_tokens = memory.x + b * H * W * L.C, memory.of_tokens + b * H * W * (L.K + 2)
     _, _, n = _grid_tokens(x, of_tokens, P_y, P_x, chunk, H, W, L)
@@ -593,7 +593,7 @@ def _grid_backward(memory, g, H, W, L):
     tl.store(record + 2, of_square + square)
     tl.store(record + 3, of_horizontal)
     of_u, of_v = _apply(tl.trans(P), of_rows, L)
-    at = (along * W + y) * L.C + chunk.channel  # a row of this tile is one x
+    at = (along * W + y) * L.C + chunk.channel  # the rows of this tile are indexed by x
     tl.store(
         g.of_uv.u + b * H * W * L.C + at, _swap(d, L) + of_u + 2 * uv.u * of_v, mask=(along < H) & (y < W) & chunk.real
     )
@@ -675,7 +675,7 @@ def _parameters(g, num_parts, num_records, L):
 
 
 class _Plan(NamedTuple):
-    """What all calls of layers with the same constants share."""
+    """Data that all calls of layers with the same constants share."""
 
     L: Layer
     wide: Layer  # for _columns_backward, which would spill registers with 16 lanes
@@ -836,7 +836,7 @@ def compiled_kernels(t: Tensors, s: Settings, dtype: torch.dtype) -> dict[str, A
 
 
 def _aligned(tensors: Any) -> Any:
-    """Copies each tensor that is not aligned to 16 bytes, because the kernels are compiled for aligned tensors."""
+    """Copies tensors that are not aligned to 16 bytes, because the kernels are compiled for aligned tensors."""
     if all(tensor.data_ptr() % 16 == 0 for tensor in tensors):
         return tensors
     aligned = (tensor if tensor.data_ptr() % 16 == 0 else tensor.clone() for tensor in tensors)

@@ -9,7 +9,7 @@ class Tensors(NamedTuple):
     """The input and the parameters of a layer, or their gradients."""
 
     x: Tensor  # B x H x W x C
-    weight: Tensor  # C; all parameters are float32 or all are float64, as is the computation
+    weight: Tensor  # C; parameters have the dtype of the computation, float32 or float64
     bias: Tensor  # C
     mean_lambda: Tensor  # K
     var_lambda: Tensor  # K

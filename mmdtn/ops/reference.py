@@ -41,7 +41,7 @@ def neighbourhood(z: Tensor, position: Tensor, s: Settings) -> tuple[Tensor, Ten
     maps = (t.permute(0, 3, 4, 1, 2) for t in (first, second))
     M, V = ((columns @ Z @ rows.mT).permute(0, 3, 4, 1, 2) for Z in maps)
     V = V - M.square()
-    # Only rounding makes a variance negative. Clamping it to zero leaves its gradient unchanged.
+    # Negative variances come only from rounding. They are clamped to zero, but keep their gradients.
     return M + shift, V + (V.clamp(min=0) - V).detach()
 
 
@@ -68,7 +68,7 @@ def on_tokens(cells: Tensor, tokens: Tensor, side: int) -> Tensor:
 
 
 def axis_kernel(position: Tensor, size: int, axis: int, identity: bool = False) -> Tensor:
-    """Returns P along one axis of the grid, softmax_j(a_1 d^2 + a d) with d = j - i, of shape K x n x n.
+    """Returns K x n x n, P along one axis of the grid: softmax_j(a_1 d^2 + a d) with d = j - i.
 
     Axis 1 is vertical, and axis 2 is horizontal.
     """

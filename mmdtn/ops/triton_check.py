@@ -1,9 +1,9 @@
 """Checks the Triton kernels on a GPU. The operator uses them only if they pass.
 
-The check runs small layers forward and backward and compares the results with ``reference``. Compiling the kernels
-makes the check take about a minute. Each combination of GPU, driver, torch, Triton and source code has a file with the
-outcome, so a machine runs the check only once. The check starts when a ``DTN`` layer is moved to a GPU, and thus before
-the first training step.
+The check runs small layers forward and backward and compares the results with ``reference``. The check has to compile
+the kernels, so it takes about a minute. A file stores the outcome for each combination of GPU, driver, torch, Triton
+and source code, so a machine runs the check only once. Moving a ``DTN`` layer to a GPU starts the check, which
+therefore runs before the first training step.
 """
 
 import contextlib
@@ -87,10 +87,10 @@ def works(device: torch.device) -> bool:
 
 
 def _must_wait() -> bool:
-    """Returns whether the check has to wait, because it cannot compute and differentiate now."""
+    """Returns whether the check has to wait, because nothing can be computed and differentiated now."""
     if torch.compiler.is_compiling() or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
         return True
-    with _usual_modes(torch.device('cpu')):  # inside a custom operator, autograd still records nothing
+    with _usual_modes(torch.device('cpu')):  # autograd still records nothing inside a custom operator
         return not torch.ones(1, device='cpu', requires_grad=True).clone().requires_grad
 
 
@@ -103,7 +103,7 @@ def _warn(what: str) -> None:
 
 
 def _outcome(device: torch.device) -> str | None:
-    """Returns the stored outcome or runs the check. With several processes, only one runs it and the others wait."""
+    """Returns the stored outcome or runs the check. Only one process runs the check, and the others wait."""
     record = record_of(device)
     if (known := _read(record)) is not None:
         return known['wrong']
@@ -149,7 +149,7 @@ def _versions(device: torch.device) -> dict[str, str]:
 
 
 def _driver() -> str:
-    """Returns the version of the GPU driver. torch cannot tell, so the function reads a file of Linux."""
+    """Reads the version of the GPU driver from a Linux file, because torch has no function for it."""
     try:
         return Path('/proc/driver/nvidia/version').read_text().partition('\n')[0]
     except OSError:
