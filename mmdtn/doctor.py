@@ -25,8 +25,8 @@ from typing import NamedTuple
 from mmdtn.errors import first_line
 
 OPENMMLAB = dict(mmengine='onedl-mmengine', mmcv='onedl-mmcv', mmdet='onedl-mmdetection', mmpretrain='onedl-mmpretrain')
-# Import names and oldest supported versions. onedl continues OpenMMLab's version numbers, so these bounds hold for the
-# packages of both.
+# Import names and oldest supported versions. The packages of onedl continue OpenMMLab's version numbers, so both have
+# the same bounds.
 NEEDED = dict(
     torch='2.7',  # the first version whose Triton supports named tuples as kernel arguments
     torchvision='0.22',

@@ -67,7 +67,8 @@ def read_config(path: str | Path, changes: Mapping[str, Any] | None = None) -> C
 def _place(error: Exception) -> str | None:
     """Returns the config file and the line where an error occurred.
 
-    MMEngine runs configs as modules. onedl's mmengine compiles them with their file name, but OpenMMLab's does not.
+    MMEngine runs configs as modules. Unlike OpenMMLab's mmengine, the one of onedl compiles configs with their file
+    name.
     """
     run = (frame for frame in reversed(extract_tb(error.__traceback__)) if frame.name == '<module>')
     return next((f'{frame.filename}, line {frame.lineno}' for frame in run if os.path.exists(frame.filename)), None)

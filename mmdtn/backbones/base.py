@@ -25,8 +25,8 @@ OPTIONS = ('source', 'warm_start', 'resize', 'keep')  # options of init_cfg that
 class Backbone(BaseModule):
     """Base class of backbones that initialises weights, freezes stages and fuses norms.
 
-    ``last_norm`` is the name of the final norm if the output is computed only from the norm's result, such as its
-    tokens, one of them, or their mean.
+    ``last_norm`` is the name of the final norm if the output depends only on this norm's tokens, on one of them, or on
+    their mean.
     """
 
     last_norm: str | None = None
@@ -51,7 +51,7 @@ class Backbone(BaseModule):
                 )
 
     def fusible_norms(self) -> list[str]:
-        """Returns the names of all norms that a neighbouring layer can absorb. timm's batch norms come first."""
+        """Returns the names of all norms that a neighbouring layer can absorb. Batch norms of timm come first."""
         layers = [f'{name}.bn' for name, part in self.named_modules() if isinstance(part, (ConvNorm, LinearNorm))]
         return layers + [f'{name}.{norm}' for name, m in self.named_modules() for norm in neighbours(m)]
 

@@ -30,7 +30,7 @@ class Neighbour(NamedTuple):
 
 
 class FusesNorms(nn.Module):
-    """Base class of modules whose layers can absorb norms. timm's ``reparameterize_model`` calls ``fuse()``.
+    """Base class of modules whose layers can absorb norms. The ``reparameterize_model`` of timm calls ``fuse()``.
 
     Example:
         >>> from timm.utils import reparameterize_model
@@ -62,8 +62,8 @@ class FusesNorms(nn.Module):
     def fuse_norm(self, name: str) -> None:
         """Fuses one norm and replaces it by ``nn.Identity``, or raises ``NotExact``.
 
-        If the norm is already ``nn.Identity``, the outputs stay the same, but the neighbour gets the parameters that a
-        fusion adds: a bias, and the border of padded maps.
+        If the norm is already ``nn.Identity``, outputs stay the same, but the neighbour gets a bias and the border of
+        padded maps, as after a fusion.
         """
         self.neighbours()[name].take_in(*affine(self.get_submodule(name)))
         replace(self, name, nn.Identity())
@@ -93,7 +93,7 @@ def affine(norm: nn.Module) -> tuple[Tensor, Tensor]:
 def without_batch_norm(part: nn.Module) -> Any:
     """Fuses the batch norm of timm's ``ConvNorm`` or ``LinearNorm`` into its layer. Returns other modules unchanged.
 
-    timm's own ``fuse()`` is not suitable, because it converts every dtype to float32.
+    The ``fuse()`` of timm is not suitable, because it converts every dtype to float32.
     """
     if not isinstance(part, (ConvNorm, LinearNorm)):
         return part

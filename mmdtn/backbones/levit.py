@@ -173,7 +173,7 @@ class ShrinkingBlock(layers.Block):
 class _LiveBiases:
     """Mixin that looks up the attention biases in every call.
 
-    timm caches the biases in evaluation mode. Cached biases become wrong if weights change, and may refer to a freed
+    In evaluation mode, timm caches the biases. Cached biases become wrong if weights change, and may refer to a freed
     graph or to fake tensors.
     """
 

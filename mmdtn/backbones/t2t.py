@@ -24,7 +24,7 @@ TOKEN_WIDTH = 64
 EPS = 1e-5
 RANDOM_FEATURES = 32
 # TokenPerformer scales numerator and denominator by this factor, so that the constant 1e-8 survives export to ONNX.
-# onnxscript's rewriter treats constants up to 1e-8 as 0, which caused errors of 5% in tokens with tiny attention
+# The rewriter of onnxscript treats constants up to 1e-8 as 0, which caused errors of 5% in tokens with tiny attention
 # weights. The factor is a power of two, so it causes no rounding errors.
 UP = 2.0**20
 
@@ -33,8 +33,8 @@ UP = 2.0**20
 class T2TViTDTN(PlainBackbone):
     """T2T-ViT (arXiv 2101.11986) with DTN in its first blocks, on maps ``B x H x W x C``.
 
-    The token module before the blocks has a grid whose sides are up to a fourth of the image's sides. This grid is too
-    large for DTN. By default, the position embedding is a fixed table of sines.
+    The grid of the token module before the blocks has sides of up to a fourth of the image's sides, and is too large
+    for DTN. By default, the position embedding is a fixed table of sines.
 
     Args:
         arch: ``'t-14' | 't-19' | 't-24'``, whose token module has transformer layers; ``'7' | '10' | '12' | '14' |

@@ -146,7 +146,7 @@ def _count_dtn(x: Tensor, heads: int, settings: Settings, out: torch.dtype) -> t
 def count_residual(batch: int, height: int, width: int, channels: int, heads: int, pool_size: int) -> dict[str, float]:
     """Counts the bytes, relative to the input, that a norm and nearby operators move under float16 autocast.
 
-    These operators are drop path, the residual sum, and the casts in front of the next linear layer.
+    Nearby operators are drop path, the residual sum, and the casts in front of the next linear layer.
     """
     half, full = torch.float16, torch.float32
     x, upstream = (torch.randn(batch, height, width, channels) for _ in range(2))
@@ -197,7 +197,7 @@ def _over(unit: int, counter: Counter, returned: int) -> Traffic:
 def count_backbone(build: Callable[[], nn.Module], shape: tuple[int, ...]) -> tuple[int, int]:
     """Counts the launches and bytes of a forward pass on ``B x 3 x H x W`` images.
 
-    torch's operators run on fake CUDA tensors, and DTN layers are counted separately.
+    Operators of torch run on fake CUDA tensors, and DTN layers are counted separately.
     """
     layers: list[tuple[Any, ...]] = []
 

@@ -86,8 +86,8 @@ def search(
     """Returns the most accurate thresholds for each of P budgets, ``P x K``.
 
     The search compares all combinations of candidates. Candidates are quantiles of an exit's confidences and the
-    thresholds in ``also``, so the result is at least as accurate as ``also`` on the given images. The search suits two
-    or three exits, because each further exit multiplies the memory by ``candidates``.
+    thresholds in ``also``. On the given images, the result is thus at least as accurate as ``also``. The search suits
+    two or three exits, because each further exit multiplies the memory by ``candidates``.
 
     Args:
         conf: The largest probabilities, ``K x N``.

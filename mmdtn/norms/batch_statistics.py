@@ -16,7 +16,7 @@ class BatchStatisticsNorm(TokenNorm):
 class MovingAverageNorm(BatchStatisticsNorm):
     """Norm that uses the statistics of earlier batches, and keeps moving averages of gradients.
 
-    Both passes of a training step, forward and backward, change the state, so activation checkpointing is not possible.
+    The forward and backward passes of a training step change the state, so activation checkpointing is not possible.
     ``torch.compile`` skips the training step, so ``fullgraph`` must be False, the default.
     """
 

@@ -20,8 +20,7 @@ from torch import Tensor
 from .interface import Settings, Tensors
 
 SOURCE = Path(__file__).with_suffix('.cpp')
-# These flags set the vector width of dtn_cpu.cpp. -march=native is not enough, because GCC 12 mistakes a Zen 5 for a
-# Zen 3.
+# These flags set the vector width of dtn_cpu.cpp. With -march=native, GCC 12 would mistake a Zen 5 for a Zen 3.
 ARCHITECTURES = {'AVX512': ['-march=x86-64-v4'], 'AVX2': ['-march=x86-64-v3']}
 
 

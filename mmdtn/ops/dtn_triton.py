@@ -1,6 +1,6 @@
 """Triton kernels for DTN on GPUs, and the functions that launch them.
 
-The names follow docs/mathematics.md. z is a prenormalised token, and ``shift`` is a channel's mean over the cells of
+The names follow docs/mathematics.md. A prenormalised token is z, and ``shift`` is a channel's mean over the cells of
 the image. In each cell, u is the mean of z - shift and v is the mean of (z - shift)^2. Then M = P u and V = P v - M^2.
 The P of a head is the product of two matrices: P_y acts along the columns of the grid, and P_x along its rows. The
 kernels are::
@@ -175,8 +175,8 @@ def _of_position(P, axis, query, key, pair, of, NOW: tl.constexpr, L):
     """Returns the gradients of an axis's two coefficients. ``of`` is the gradient of the result.
 
     Each sum over the tile is a barrier, so a loop sums only once, at its end. Without a loop, summing NOW saves
-    registers. dP/da = P (f - P f), where f is relative to the largest score of the row. Computing the gradient of P
-    itself, a product over channels, would spill registers.
+    registers. The derivative dP/da is P (f - P f), where f is relative to the row's largest score. Computing the
+    gradient of P itself, a product over channels, would spill registers.
     """
     at = axis.moments + 3 * query
     top = tl.load(at, mask=query < axis.n, other=0.0)[:, None]

@@ -1,8 +1,8 @@
 """The reference implementation of DTN in plain torch.
 
-The tests compare every back end with this module, which runs wherever no back end does. It supports every device and
-dtype, derivatives of any order, torch.func, and export with dynamic shapes. Autograd saves about ten times the size of
-the input. Variable names follow docs/mathematics.md.
+The tests compare every back end with this module, which runs wherever no back end does. The module supports every
+device and dtype, derivatives of any order, torch.func, and export with dynamic shapes. Autograd saves about ten times
+the size of the input. Variable names follow docs/mathematics.md.
 """
 
 import torch
@@ -41,7 +41,7 @@ def neighbourhood(z: Tensor, position: Tensor, s: Settings) -> tuple[Tensor, Ten
     maps = (t.permute(0, 3, 4, 1, 2) for t in (first, second))
     M, V = ((columns @ Z @ rows.mT).permute(0, 3, 4, 1, 2) for Z in maps)
     V = V - M.square()
-    # Negative variances come only from rounding. They are clamped to zero, but keep their gradients.
+    # Negative variances come only from rounding. Clamping to zero keeps their gradients.
     return M + shift, V + (V.clamp(min=0) - V).detach()
 
 
@@ -60,7 +60,7 @@ def pool(tokens: Tensor, side: int) -> Tensor:
 
 
 def on_tokens(cells: Tensor, tokens: Tensor, side: int) -> Tensor:
-    """Copies the value of each cell to its tokens, from B x h x w x K x c to B x H x W x K x c."""
+    """Copies the values of cells, B x h x w x K x c, to their tokens, B x H x W x K x c."""
     if side == 1:
         return cells
     rows, columns = (torch.arange(size, device=cells.device) // side for size in tokens.shape[1:3])

@@ -1,9 +1,9 @@
 """Launches Triton kernels with little work on the host.
 
 ``kernel[grid](...)`` checks and hashes every argument at each launch. These checks take longer than the launch itself,
-as ``benchmark_norm.py --host`` shows. Therefore only the first launch uses this syntax. It returns the compiled kernel,
-and later launches call this kernel directly, as in Triton's tutorial on fused softmax. If a future Triton does not
-support direct calls, every launch uses the public syntax.
+as ``benchmark_norm.py --host`` shows. Therefore only the first launch uses this syntax. The first launch returns the
+compiled kernel, and later launches call this kernel directly, as in Triton's tutorial on fused softmax. If a future
+Triton does not support direct calls, every launch uses the public syntax.
 """
 
 from typing import Any
