@@ -12,12 +12,11 @@ try:
     from . import backbones, dvt, engine, evaluation, norms, selfsup, sequences
     from .surgery.conversion import convert_norms
 
-    # MMEngine resolves _base_ = 'package::config' only for the packages in this table, which lists those of OpenMMLab.
+    # MMEngine resolves _base_ = 'package::config' only for packages in this table, which lists OpenMMLab's packages.
     MODULE2PACKAGE.setdefault('mmdtn', 'mmdtn')
 except ModuleNotFoundError as error:
-    # The error is not raised here, because `python -m mmdtn.doctor`, which tells what to install, imports this file
-    # first. Two packages provide cv2 and must not be installed together, so neither mmengine nor mmdtn depends on one
-    # of them.
+    # No error is raised here, because `python -m mmdtn.doctor`, which tells what to install, imports this file first.
+    # The two packages that provide cv2 must not be installed together, so mmengine and mmdtn depend on neither.
     name = (error.name or '').partition('.')[0]
     hint = 'pip install opencv-python-headless (or opencv-python, not both)' if name == 'cv2' else ''
     _missing = f'mmdtn needs {name}: {hint or "run `python -m mmdtn.doctor` to see how to install it"}'

@@ -1,7 +1,7 @@
 """Checks the environment, and tells how to fix what is wrong.
 
-The doctor also builds DTN's C++ code, which takes 10 to 20 seconds the first time. On a GPU, the doctor checks the
-Triton kernels with all dtypes and measures them, which takes a few minutes.
+The doctor also builds DTN's C++ code, which takes 10 to 20 seconds the first time. On a GPU, it checks the Triton
+kernels with all dtypes and measures their speed, which takes a few minutes.
 
 Example:
     python -m mmdtn.doctor --report FILE
@@ -25,10 +25,10 @@ from typing import NamedTuple
 from mmdtn.errors import first_line
 
 OPENMMLAB = dict(mmengine='onedl-mmengine', mmcv='onedl-mmcv', mmdet='onedl-mmdetection', mmpretrain='onedl-mmpretrain')
-# Import names and oldest supported versions. onedl's packages continue the version numbers of OpenMMLab's packages, so
-# the same bounds hold for both.
+# Import names and oldest supported versions. The packages of onedl continue OpenMMLab's version numbers, so both have
+# the same bounds.
 NEEDED = dict(
-    torch='2.7',  # the first whose Triton supports the named tuples that the kernels take
+    torch='2.7',  # the first version whose Triton supports named tuples as kernel arguments
     torchvision='0.22',
     mmengine='0.10',
     mmcv='2.0',
@@ -40,7 +40,7 @@ NEEDED = dict(
 
 
 class Finding(NamedTuple):
-    """One check of the report. ``mend`` tells how to fix a problem, and is empty if there is none."""
+    """One check of the report. ``mend`` tells how to fix a problem and is empty if there is none."""
 
     what: str
     found: str
@@ -51,7 +51,7 @@ class Finding(NamedTuple):
 def _distributions() -> Mapping[str, list[str]]:
     """Returns the installed distributions by import name.
 
-    The result is cached, because each lookup takes a tenth of a second.
+    The result is cached, because a lookup takes a tenth of a second.
     """
     return metadata.packages_distributions()
 
@@ -96,7 +96,7 @@ def _is_absent(name: str) -> bool:
 
 
 def _version(name: str, module: ModuleType) -> tuple[str, str]:
-    """Returns the name of the distribution, which may differ from the import name, and its version."""
+    """Returns the name and version of the distribution. Distribution names may differ from import names."""
     candidates = _distributions().get(name, [])
     for distribution in sorted(set(candidates), key=lambda d: not d.startswith('onedl')):
         return distribution, metadata.version(distribution)
@@ -109,11 +109,11 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 
 def _opencv() -> Finding:
-    """Checks OpenCV. MMEngine imports cv2 without requiring it, and other packages install one or several versions."""
+    """Checks OpenCV. MMEngine imports cv2 but does not require it, and other packages install one or more versions."""
     wheels = sorted(set(_distributions().get('cv2', [])))
     headless = 'pip install opencv-python-headless'
     module, error = _import('cv2')
-    if module is None and wheels:  # on machines without a display, libGL.so.1 is usually missing
+    if module is None and wheels:  # machines without a display usually lack libGL.so.1
         return Finding('opencv', error, f'pip uninstall {" ".join(wheels)}, then {headless}, which needs no display')
     if module is None:
         return Finding('opencv', error, f'{headless}, or opencv-python to open windows, but not both')
@@ -121,7 +121,7 @@ def _opencv() -> Finding:
 
 
 def _torch_and_mmcv() -> Finding:
-    """Checks that mmcv's ops run. The ops are compiled for one version of torch and CUDA, and fail with others."""
+    """Checks that mmcv's ops run. Ops are compiled for one version of torch and CUDA, and fail with all others."""
     again = 'reinstall mmcv for this torch: pip install --no-build-isolation --force-reinstall --no-deps onedl-mmcv'
     torch, _ = _import('torch')
     ops, error = _import('mmcv.ops')
@@ -173,7 +173,7 @@ def _device() -> Finding:
 def _kernels_for_cpus() -> Finding:
     """Builds DTN's C++ code if it is missing.
 
-    Without this code DTN runs in plain torch on CPUs, which does not matter on machines with a GPU.
+    Without the C++ code, DTN runs in plain torch on CPUs, which does not matter on machines with a GPU.
     """
     torch, _ = _import('torch')
     dtn_cpu, error = _import('mmdtn.ops.dtn_cpu')
@@ -182,7 +182,7 @@ def _kernels_for_cpus() -> Finding:
     try:
         library = dtn_cpu.build()
         ctypes.CDLL(str(library))
-    except Exception as error:  # compiler, ninja, setuptools and file system raise different errors
+    except Exception as error:  # the compiler, ninja, setuptools and the file system raise different errors
         found = f'none, DTN runs in plain torch on CPUs: {first_line(error)}'
         if torch.cuda.is_available() or platform.system() == 'Windows':
             return Finding('DTN in C++', found)
@@ -227,7 +227,7 @@ def _tensorboard() -> Finding:
 
 
 def _lines() -> Iterator[tuple[str, bool]]:
-    """Yields each line of the report, and whether the line reports a problem."""
+    """Yields each line of the report and whether it reports a problem."""
     findings = list(examine())
     width = max(len(finding.what) for finding in findings)
     for finding in findings:
@@ -252,7 +252,7 @@ def _measurements() -> Iterator[str]:
         try:
             with torch.cuda.device(i):
                 yield from gpu_report.report(torch.device('cuda', i))
-        except Exception as error:  # the measurements made so far are still useful
+        except Exception as error:  # earlier lines are still useful
             yield f'The measurement stopped: {type(error).__name__}: {error}'
 
 

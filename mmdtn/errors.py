@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from traceback import walk_tb
 
-# Messages of mmengine and of build_norm for a name that is not registered.
+# Messages from mmengine and build_norm about names that are not registered.
 UNKNOWN_NAME = re.compile(
     r"Failed to get (\S+)$|(\S+) is not in the .+ registry\.|norm_cfg has type='(\S+)', which nothing registered"
 )
@@ -25,14 +25,14 @@ INTERRUPTED = 130  # exit code: 128 plus the number of SIGINT
 
 
 class UserError(Exception):
-    """Error that the command lines print without a traceback."""
+    """Error that the command-line tools print without a traceback."""
 
 
 @contextmanager
 def readable_errors(debug: bool = False) -> Iterator[None]:
-    """Exits with a one-line message if :func:`explain` has one. Other errors are raised with their traceback.
+    """Exits with a one-line message if :func:`explain` has one. Other errors keep their traceback.
 
-    After Ctrl-C the exit code is 130, as shells expect. The message of the KeyboardInterrupt tells how to resume.
+    After Ctrl-C, the exit code is 130, as shells expect. The KeyboardInterrupt's message tells how to resume.
     """
     try:
         yield
@@ -49,9 +49,9 @@ def readable_errors(debug: bool = False) -> Iterator[None]:
 
 
 def explain(error: BaseException) -> str | None:
-    """Returns a one-line message for errors caused by the config, the data or the environment, and None for others."""
+    """Returns a one-line message if the config, the data or the environment caused the error, and otherwise None."""
     if isinstance(error, UserError):
-        # The error of a data worker contains a traceback that ends with the original message.
+        # A data worker's error contains a traceback that ends with the original message.
         return str(error).strip().rpartition(f'{type(error).__name__}: ')[2]
     if isinstance(error, ModuleNotFoundError):
         return f'{error}: run `python -m mmdtn.doctor` to check the environment'
@@ -64,7 +64,7 @@ def explain(error: BaseException) -> str | None:
         return first_line(error)
     if unknown := UNKNOWN_NAME.match(first_line(error)):
         name = unknown[unknown.lastindex or 0]
-        from .registry import registered  # imports mmengine, which the doctor has to run without
+        from .registry import registered  # imports mmengine, without which the doctor must run
 
         known = (other for other, _ in registered())
         return f'type={name!r} is not registered: is it misspelt, or not in custom_imports?{nearest(name, known)}'
@@ -73,14 +73,14 @@ def explain(error: BaseException) -> str | None:
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """Returns the end of a message, which lists the ``known`` names that are closest to ``name``."""
+    """Returns the end of a message, which lists the ``known`` names closest to ``name``."""
     by_lower = {other.lower(): other for other in sorted(known)}
     close = difflib.get_close_matches(name.lower(), by_lower, n=4, cutoff=0.5)
     return f'; nearest: {", ".join(by_lower[other] for other in close)}' if close else ''
 
 
 def first_line(error: BaseException) -> str:
-    """Returns the first line of an error message, or the name of the error's class if the message is empty."""
+    """Returns the first line of an error's message, or the name of its class if the message is empty."""
     text = error.args[0] if isinstance(error, KeyError) and error.args else error  # str(KeyError) adds quotes
     return next(iter(str(text).strip().splitlines()), type(error).__name__)
 

@@ -20,9 +20,9 @@ class NoRoomError(UserError, OSError):
 
 @contextmanager
 def whole_file(path: str | Path) -> Iterator[BinaryIO]:
-    """Opens a temporary file next to ``path``, and renames it to ``path`` when it is complete.
+    """Opens a temporary file next to ``path``, and renames it to ``path`` after writing it completely.
 
-    A reader of ``path`` finds either the old file or the complete new file, even if several processes write it.
+    Even while several processes write, a reader of ``path`` finds either the old file or a complete new one.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -41,7 +41,7 @@ def whole_file(path: str | Path) -> Iterator[BinaryIO]:
 def write_whole(path: str | Path, content: str | bytes) -> None:
     """Writes a file completely or not at all.
 
-    If the file does not fit on the disk, the error tells how much space it needs and how much is free.
+    If the file does not fit on the disk, the error tells how much space is needed and how much is free.
     """
     content = content.encode() if isinstance(content, str) else content
     try:
@@ -62,7 +62,7 @@ def _size(number: int) -> str:
 
 
 class WholeFileBackend(LocalBackend):
-    """mmengine's backend for local files, which writes each file with :func:`write_whole`."""
+    """Variant of mmengine's backend for local files that writes each file with :func:`write_whole`."""
 
     def put_text(self, obj: str, filepath: str | Path, encoding: str = 'utf-8') -> None:
         write_whole(filepath, obj.encode(encoding))
@@ -72,5 +72,5 @@ class WholeFileBackend(LocalBackend):
 
 
 def write_whole_files() -> None:
-    """Registers the file backend with mmengine, whose runners, strategies and hooks save all files through backends."""
+    """Registers the backend with mmengine, whose runners, strategies and hooks save all files through backends."""
     register_backend('local', WholeFileBackend, force=True, prefixes='')

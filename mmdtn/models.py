@@ -1,6 +1,6 @@
-"""Reads configs, builds their models and loads checkpoints.
+"""Reads configs, builds their models, and loads checkpoints.
 
-The rest of the package uses these functions, and does none of this itself.
+The rest of the package uses these functions for all such work.
 """
 
 import copy
@@ -23,13 +23,13 @@ from mmdtn.errors import UserError, first_line, nearest
 
 @dataclass
 class TrainedModel:
-    """Model in evaluation mode with the weights of a checkpoint, and its config."""
+    """A model in evaluation mode with a checkpoint's weights, and its config."""
 
     label: str
     config: str
     checkpoint: str
     cfg: Config
-    model: Any  # either a backbone or a BaseModel of mmengine
+    model: Any  # a backbone or a BaseModel of mmengine
     classes: tuple[str, ...]
 
     def class_name(self, label: int) -> str:
@@ -39,7 +39,7 @@ class TrainedModel:
 def read_config(path: str | Path, changes: Mapping[str, Any] | None = None) -> Config:
     """Reads a config and sets its default scope.
 
-    MMEngine imports the modules in ``custom_imports``. Errors name the file and, if it is known, the line.
+    MMEngine imports the modules in ``custom_imports``. Errors name the file and, if known, the line.
 
     Args:
         path: The config file.
@@ -67,19 +67,20 @@ def read_config(path: str | Path, changes: Mapping[str, Any] | None = None) -> C
 def _place(error: Exception) -> str | None:
     """Returns the config file and the line where an error occurred.
 
-    MMEngine runs configs as modules. onedl's mmengine compiles them with their file name, and OpenMMLab's without one.
+    MMEngine runs configs as modules. Unlike OpenMMLab's mmengine, the one of onedl compiles configs with their file
+    name.
     """
     run = (frame for frame in reversed(extract_tb(error.__traceback__)) if frame.name == '<module>')
     return next((f'{frame.filename}, line {frame.lineno}' for frame in run if os.path.exists(frame.filename)), None)
 
 
 def enter_scope(cfg: Config) -> None:
-    """Sets the default scope, so that names without a scope refer to classes of the config's package."""
+    """Sets the default scope, so that names without a scope refer to classes from the config's package."""
     init_default_scope(cfg.get('default_scope', 'mmengine'))
 
 
 def build(cfg: Config, **changes: Any) -> Any:
-    """Builds the model of a config in evaluation mode, without loading pretrained weights.
+    """Builds a config's model in evaluation mode, without loading pretrained weights.
 
     Args:
         cfg: The config.
@@ -97,7 +98,7 @@ def build(cfg: Config, **changes: Any) -> Any:
 
 
 def build_backbone(cfg: Config) -> Any:
-    """Builds only the backbone of a config's model, in evaluation mode, without loading pretrained weights."""
+    """Builds the backbone of a config's model in evaluation mode, without loading pretrained weights."""
     enter_scope(cfg)
     backbone = MODELS.build(copy.deepcopy(cfg.model.backbone))
     backbone.eval()
@@ -105,7 +106,7 @@ def build_backbone(cfg: Config) -> Any:
 
 
 def load(config: str, checkpoint: str) -> TrainedModel:
-    """Builds the model of a config and loads a checkpoint, whose keys must match those of the model exactly."""
+    """Builds a config's model and loads a checkpoint, whose keys must match the model's keys exactly."""
     cfg = read_config(config)
     model = build(cfg)
     content = checkpoints.load(checkpoint)

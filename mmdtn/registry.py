@@ -20,13 +20,13 @@ def class_of(settings: Mapping[str, Any], registry: Registry) -> Any:
 
 
 def package_of(kind: type) -> str:
-    """Returns the MM package that a class or one of its bases comes from: 'mmdet', 'mmpretrain', or '' for neither."""
+    """Returns the MM package of a class or of one of its bases, which is 'mmdet', 'mmpretrain', or '' for neither."""
     packages = (base.__module__.partition('.')[0] for base in kind.__mro__)
     return next((package for package in packages if package in ('mmdet', 'mmpretrain')), '')
 
 
 def registered() -> Iterator[tuple[str, Any]]:
-    """Yields the name and the class of every entry in all registries of the imported packages."""
+    """Yields the name and the class of every entry in the registries of all imported packages."""
     registries = [value for value in vars(mmengine.registry).values() if isinstance(value, Registry)]
     for registry in registries:
         yield from registry.module_dict.items()

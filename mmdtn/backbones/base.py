@@ -1,4 +1,4 @@
-"""Base class of all backbones, which loads pretrained weights, freezes stages and fuses norms."""
+"""The base class of all backbones, which loads pretrained weights, freezes stages and fuses norms."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -23,10 +23,10 @@ OPTIONS = ('source', 'warm_start', 'resize', 'keep')  # options of init_cfg that
 
 
 class Backbone(BaseModule):
-    """Base class of backbones, with weight initialisation, frozen stages and fused norms.
+    """Base class of backbones that initialises weights, freezes stages and fuses norms.
 
-    ``last_norm`` is the name of the final norm if the output is computed from its result alone, as tokens, as one
-    token, or as their mean.
+    ``last_norm`` is the name of the final norm if the output depends only on this norm's tokens, on one of them, or on
+    their mean.
     """
 
     last_norm: str | None = None
@@ -39,8 +39,8 @@ class Backbone(BaseModule):
     def check_checkpointing(self) -> None:
         """Raises an error if a norm does not support ``with_cp``.
 
-        Checkpointing runs each block twice per iteration. Gradients are wrong if a norm computes different results in
-        the two runs.
+        Checkpointing runs each block twice per iteration. If the results of a norm differ between the two runs,
+        gradients are wrong.
         """
         for name, module in self.named_modules():
             if isinstance(module, TokenNorm) and not module.repeatable:
@@ -51,12 +51,12 @@ class Backbone(BaseModule):
                 )
 
     def fusible_norms(self) -> list[str]:
-        """Returns the names of all norms next to a layer that can absorb them, starting with timm's batch norms."""
+        """Returns the names of all norms that a neighbouring layer can absorb. Batch norms of timm come first."""
         layers = [f'{name}.bn' for name, part in self.named_modules() if isinstance(part, (ConvNorm, LinearNorm))]
         return layers + [f'{name}.{norm}' for name, m in self.named_modules() for norm in neighbours(m)]
 
     def fuse_norm(self, name: str) -> str:
-        """Fuses a norm of ``fusible_norms`` into a neighbouring layer and returns the name of this layer.
+        """Fuses a norm of ``fusible_norms`` into its neighbouring layer, and returns the layer's name.
 
         Raises ``NotExact`` if the outputs would change.
         """
@@ -72,7 +72,7 @@ class Backbone(BaseModule):
     def make_room(self, fused: Sequence[str]) -> None:
         """Prepares the model for a checkpoint with fused norms.
 
-        Replaces the fused norms by ``nn.Identity`` and adds the parameters that fusing adds to their neighbours.
+        Replaces the fused norms by ``nn.Identity``, and adds to their neighbours the parameters that a fusion adds.
         """
         fusible = self.fusible_norms()
         if unknown := {*fused} - {*fusible, self.last_norm}:
@@ -95,11 +95,11 @@ class Backbone(BaseModule):
         raise NotImplementedError
 
     def init_weights(self) -> None:
-        """Initialises the weights, or loads those of a checkpoint.
+        """Initialises the weights or loads them from a checkpoint.
 
-        Without ``init_cfg``, linear layers and embeddings are drawn from a truncated normal distribution, and DTN
-        layers keep their initial values. ``init_cfg=dict(type='Pretrained', checkpoint=PATH_OR_URL)`` loads any file
-        that :mod:`mmdtn.checkpoints` supports, with its options ``source``, ``warm_start`` and ``resize``.
+        Without ``init_cfg``, a truncated normal distribution initialises linear layers and embeddings, and DTN layers
+        keep their initial values. ``init_cfg=dict(type='Pretrained', checkpoint=PATH_OR_URL)`` loads any file that
+        :mod:`mmdtn.checkpoints` supports, and accepts the options ``source``, ``warm_start`` and ``resize``.
         """
         if self.init_cfg is None:
             self.apply(_init)
@@ -152,8 +152,9 @@ class Backbone(BaseModule):
 def architecture(arch: str | dict, archs: dict[str, dict[str, Any]], optional: tuple[str, ...] = ()) -> dict[str, Any]:
     """Returns the fields of an architecture.
 
-    ``arch`` is a name in ``archs``, a dict of all fields, or a dict with a name under ``'base'`` and the fields that
-    differ from it. Fields that are tuples in ``archs``, and all ``optional`` fields, have one value per stage.
+    ``arch`` is a name in ``archs`` or a dict of all fields. A dict with a name under ``'base'`` needs only the fields
+    that differ from that architecture. All ``optional`` fields and all fields that are tuples in ``archs`` have one
+    value per stage.
     """
     said = dict(arch) if isinstance(arch, dict) else dict(base=arch)
     base = said.pop('base', None)
@@ -179,7 +180,7 @@ def architecture(arch: str | dict, archs: dict[str, dict[str, Any]], optional: t
 
 
 def check_other_norms(cfg: dict[str, Any]) -> dict[str, Any]:
-    """Returns ``other_norm_cfg`` unchanged, or raises an error if it can only be used inside the blocks."""
+    """Returns ``other_norm_cfg`` unchanged, or raises an error if its norm works only inside the blocks."""
     if needs_grid(cfg):
         raise ValueError(
             f'other_norm_cfg has type={cfg["type"]!r}, but DTN can be used only inside the blocks, by norm_cfg. Choose '

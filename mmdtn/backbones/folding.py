@@ -1,6 +1,6 @@
-"""Fuses norms into neighbouring layers. A norm can be fused if it is an affine map ``y = a x + b`` in evaluation mode.
+"""Fuses norms into neighbouring layers. A norm can be fused if its evaluation mode is an affine map ``y = a x + b``.
 
-Weights are fused in float64 and then converted to the dtype of the layer.
+The fusion computes weights in float64, and then converts them to the layer's dtype.
 """
 
 import copy
@@ -15,14 +15,14 @@ from torch.nn.utils.fusion import fuse_conv_bn_eval, fuse_linear_bn_eval
 
 
 class NotExact(ValueError):
-    """Raised if fusing a norm would change the output. The report of the fusion shows the error message as reason."""
+    """Raised if fusing a norm would change the output. The report gives the error message as the reason."""
 
 
 class Neighbour(NamedTuple):
     """A layer that can absorb a norm.
 
-    ``name`` is the layer's name within its module. ``take_in`` fuses the float64 pair ``(a, b)`` into the weights of
-    the layer. If ``take_in`` raises ``NotExact``, the weights are unchanged.
+    ``name`` is the layer's name within its module. ``take_in`` fuses the float64 pair ``(a, b)`` into the layer's
+    weights, or raises ``NotExact`` and leaves them unchanged.
     """
 
     name: str
@@ -30,7 +30,7 @@ class Neighbour(NamedTuple):
 
 
 class FusesNorms(nn.Module):
-    """Base class of modules whose layers can absorb norms. timm's ``reparameterize_model`` calls ``fuse()``.
+    """Base class of modules whose layers can absorb norms. The ``reparameterize_model`` of timm calls ``fuse()``.
 
     Example:
         >>> from timm.utils import reparameterize_model
@@ -40,11 +40,11 @@ class FusesNorms(nn.Module):
     """
 
     def neighbours(self) -> dict[str, Neighbour]:
-        """Returns the layers that can absorb norms, by the name of the norm."""
+        """Maps the name of each norm to the layer that can absorb it."""
         raise NotImplementedError
 
     def fuse(self) -> 'FusesNorms':
-        """Fuses all norms whose fusion does not change the output, and returns the module.
+        """Fuses each norm whose fusion leaves the output unchanged, and returns the module.
 
         The fused module must stay in evaluation mode.
         """
@@ -62,8 +62,8 @@ class FusesNorms(nn.Module):
     def fuse_norm(self, name: str) -> None:
         """Fuses one norm and replaces it by ``nn.Identity``, or raises ``NotExact``.
 
-        If the norm is ``nn.Identity`` already, outputs do not change, but the neighbour gets the same additional
-        parameters as after a fusion: a bias, and the border of padded maps.
+        If the norm is already ``nn.Identity``, outputs stay the same, but the neighbour gets a bias and the border of
+        padded maps, as after a fusion.
         """
         self.neighbours()[name].take_in(*affine(self.get_submodule(name)))
         replace(self, name, nn.Identity())
@@ -74,7 +74,7 @@ def neighbours(module: nn.Module) -> dict[str, Neighbour]:
 
 
 def affine(norm: nn.Module) -> tuple[Tensor, Tensor]:
-    """Returns ``(a, b)`` of a norm in evaluation mode, in float64."""
+    """Returns the float64 pair ``(a, b)`` of a norm in evaluation mode."""
     if isinstance(norm, nn.Identity):
         return torch.ones((), dtype=torch.float64), torch.zeros((), dtype=torch.float64)
     if not hasattr(norm, 'as_affine'):
@@ -93,7 +93,7 @@ def affine(norm: nn.Module) -> tuple[Tensor, Tensor]:
 def without_batch_norm(part: nn.Module) -> Any:
     """Fuses the batch norm of timm's ``ConvNorm`` or ``LinearNorm`` into its layer. Returns other modules unchanged.
 
-    timm's own ``fuse()`` converts every dtype to float32, so it is not used.
+    The ``fuse()`` of timm is not suitable, because it converts every dtype to float32.
     """
     if not isinstance(part, (ConvNorm, LinearNorm)):
         return part
@@ -109,7 +109,7 @@ def replace(model: nn.Module, name: str, module: nn.Module) -> None:
 
 @torch.no_grad()
 def fold_into(layer: nn.Linear | nn.Conv2d, a: Tensor, b: Tensor) -> None:
-    """Changes a layer so that it computes ``layer(a x + b)``. Zero padding of a convolution counts as part of ``x``."""
+    """Changes a layer so that it computes ``layer(a x + b)``. Zero padding in a convolution counts as part of ``x``."""
     a, b = a.to(layer.weight.device), b.to(layer.weight.device)
     weight = layer.weight.double()
     of_inputs = weight.flatten(2).sum(-1) if weight.dim() > 2 else weight
@@ -136,11 +136,10 @@ def _set(layer: nn.Linear | nn.Conv2d, weight: Tensor, bias: Tensor) -> None:
 
 
 def border_in_front(layer: nn.Linear | nn.Conv2d, border: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
-    """Computes the padding values for a layer that has absorbed the norm in front of it.
+    """Computes the padding values for a layer that absorbs the norm in front of it.
 
-    Before the fusion, the output of the norm was padded with ``border``, or with zeros. After the fusion, the input of
-    the former norm is padded. The new padding values satisfy ``a new + b = border``, so that ``layer`` computes the
-    same as before.
+    The fusion moves padding from the norm's output, where it has the value ``border`` or zero, to the norm's input. The
+    new padding values satisfy ``a new + b = border``, so the outputs of ``layer`` stay the same.
     """
     a, b = a.to(layer.weight.device), b.to(layer.weight.device)
     old = b.new_zeros(layer.weight.shape[1]) if border is None else border.double()
@@ -155,7 +154,7 @@ def border_in_front(layer: nn.Linear | nn.Conv2d, border: Tensor | None, a: Tens
 
 
 def pad(x: Tensor, below: int, right: int, border: Tensor | None) -> Tensor:
-    """Pads ``B x H x W x C`` with rows and columns of zeros, or of the C values in ``border``."""
+    """Pads ``B x H x W x C`` with rows and columns of zeros or of the C values in ``border``."""
     B, H, W, C = x.shape
     if border is None:
         return F.pad(x, (0, 0, 0, right, 0, below))

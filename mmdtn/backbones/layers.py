@@ -1,4 +1,4 @@
-"""Layers that several backbones use, on maps ``B x H x W x C``."""
+"""Layers for maps ``B x H x W x C`` that several backbones share."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -19,16 +19,15 @@ from .folding import FusesNorms, Neighbour, border_in_front, fold_behind, fold_i
 
 
 def drop_path_rates(last: float, depth: int) -> list[float]:
-    """Returns the stochastic depth rate of each block, increasing linearly from 0 to ``last``."""
+    """Returns the stochastic depth rates of the blocks, which increase linearly from 0 to ``last``."""
     return [last * i / max(depth - 1, 1) for i in range(depth)]
 
 
 def light_checkpoint(run: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """Computes ``run(x)`` and saves only ``x`` for backward.
+    """Computes ``run(x)``, and saves only ``x`` for the backward pass.
 
-    ``run`` should be cheap and end in a linear layer, such as the activation and the second linear layer of an MLP. The
-    activation, which is the largest tensor of a block, is recomputed in the backward pass instead of saved. The linear
-    layer is not recomputed.
+    ``run`` should be cheap and end in a linear layer, like an MLP's activation and second linear layer. The backward
+    pass recomputes the activation, which is the largest tensor of a block, but not the linear layer.
     """
     if not x.requires_grad:
         return run(x)
@@ -36,13 +35,13 @@ def light_checkpoint(run: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 
 
 def pad_to_multiple(x: Tensor, height: int, width: int) -> Tensor:
-    """Pads ``B x C x H x W`` with zeros, below and to the right, to multiples of ``height`` and ``width``."""
+    """Pads ``B x C x H x W`` with zeros below and to the right, up to multiples of ``height`` and ``width``."""
     below, right = -x.shape[2] % height, -x.shape[3] % width
     return F.pad(x, (0, right, 0, below)) if below or right else x
 
 
 def run_block(block: nn.Module, x: Tensor, *more: Any, again: bool) -> Tensor:
-    """Computes ``block(x, *more)``. With ``again``, the block is recomputed in the backward pass to save memory."""
+    """Computes ``block(x, *more)``. With ``again``, the backward pass recomputes the block to save memory."""
     if not (again and x.requires_grad):
         return block(x, *more)
     if torch.compiler.is_compiling():  # torch.compile traces the block once and does not support context_fn
@@ -52,12 +51,12 @@ def run_block(block: nn.Module, x: Tensor, *more: Any, again: bool) -> Tensor:
 
 @contextmanager
 def statistics_kept(block: nn.Module) -> Iterator[None]:
-    """Restores the running statistics of batch norms at the end, so that checkpointing counts each batch once."""
+    """Restores the running statistics of batch norms at the end, so that checkpointing counts each batch only once."""
     kinds = (TORCHS_BATCH_AND_INSTANCE_NORMS, BatchStatisticsNorm)
     norms = [m for m in block.modules() if m.training and isinstance(m, kinds)]
     kept = [(norm, name, value) for norm in norms for name, value in norm.named_buffers(recurse=False)]
     for norm, name, value in kept:
-        setattr(norm, name, value.clone())  # replace the tensor, because autograd may have saved the original one
+        setattr(norm, name, value.clone())  # a new tensor, because autograd may have saved the original one
     try:
         yield
     finally:
@@ -86,7 +85,7 @@ class Block(FusesNorms):
         self.drop_path = DropPath(drop_path) if drop_path > 0 else nn.Identity()
 
     def forward(self, x: Tensor, grid: tuple[int, int] | None = None) -> Tensor:
-        """Computes the block on a map, or on tokens with ``p`` class tokens in front if a grid is given.
+        """Applies the block to a map. If a grid is given, applies it to tokens that follow ``p`` class tokens.
 
         With a grid ``(h, w)``, ``x`` has the shape ``B x 1 x (p + h w) x C``.
         """
@@ -103,7 +102,7 @@ class Block(FusesNorms):
 def normalise(norm: nn.Module, x: Tensor, grid: tuple[int, int] | None) -> Tensor:
     """Computes ``norm(x)`` as the input of a linear layer or a convolution.
 
-    If ``x`` has class tokens, DTN gets the size of the grid and the number of class tokens in front of it.
+    If ``x`` has class tokens, DTN receives the size of the grid and the number of these tokens.
     """
     if not isinstance(norm, DTN):
         return norm(x)
@@ -123,9 +122,8 @@ class Attention(FusesNorms):
     """Multi-head attention with the optional spatial reduction of PVT.
 
     With ``sr_ratio > 1``, a convolution divides the sides of the map by ``sr_ratio`` before keys and values are
-    computed. ``rpe`` adds :class:`RelativePosition` to the scores, which does not support class tokens. Maps that are
-    smaller than the convolution's kernel are padded with ``border`` if a norm in front has been fused, and with zeros
-    otherwise.
+    computed. ``rpe`` adds :class:`RelativePosition` to the scores, and does not support class tokens. Maps smaller than
+    the convolution's kernel are padded with zeros, or with ``border`` after the fusion of a norm in front.
     """
 
     border: Tensor | None
@@ -157,7 +155,7 @@ class Attention(FusesNorms):
         B, H, W, C = x.shape
         q = self.q(x).view(B, H * W, self.num_heads, -1).transpose(1, 2)
         if self.sr_ratio > 1:
-            if min(H, W) < self.sr_ratio:  # the convolution needs at least one whole window
+            if min(H, W) < self.sr_ratio:  # the convolution needs at least one full window
                 x = pad(x, max(0, self.sr_ratio - H), max(0, self.sr_ratio - W), self.border)
             x = self.norm(self.sr(x.permute(0, 3, 1, 2)).permute(0, 2, 3, 1).contiguous())
         kv = self.kv(x).view(B, x.shape[1] * x.shape[2], 2, self.num_heads, -1).permute(2, 0, 3, 1, 4)
@@ -177,13 +175,13 @@ class Attention(FusesNorms):
 
 
 class RelativePosition(nn.Module):
-    """Relative position bias of attention, with the scores of DTN's P (Eq. 6 of the paper).
+    """Relative position bias of attention that uses the scores of DTN's P (Eq. 6 of the paper).
 
-    The bias of each head is ``a_1 (dx^2 + dy^2) + a_2 dx + a_3 dy``. ``(dx, dy)`` is the offset from a query to a key,
-    in units of ``sr_ratio`` tokens, which is the distance between neighbouring keys.
+    The bias of each head is ``a_1 (dx^2 + dy^2) + a_2 dx + a_3 dy``. ``(dx, dy)`` is the offset from a query to a key.
+    The unit of offsets is the distance between neighbouring keys, which is ``sr_ratio`` tokens.
 
-    The bias takes as much memory as the scores. Three additional channels of q and k could represent the same scores
-    with less memory, but squared coordinates are too inaccurate in half precision.
+    The bias takes as much memory as the scores. With three more channels, q and k could represent the same scores in
+    less memory, but squared coordinates are too inaccurate in half precision.
 
     Args:
         start: Initial values of the coefficients: True for a truncated normal distribution, or ``'local'`` (Eq. 7).
@@ -198,20 +196,20 @@ class RelativePosition(nn.Module):
         start_position(self.position, 'trunc_normal' if start is True else 'local')
 
     def forward(self, queries: Sequence[int], keys: Sequence[int]) -> Tensor:
-        """Computes the bias ``K x (H W) x (H' W')`` in float32 from the height and width of both grids."""
+        """Computes the float32 bias ``K x (H W) x (H' W')`` from the heights and widths of both grids."""
         square, x, y = self.position.float()[..., None, None].unbind(1)
         dy, dx = (self.shifts(*sides) for sides in zip(queries, keys, strict=True))
         along_y, along_x = square * dy * dy + y * dy, square * dx * dx + x * dx
         return (along_y[:, :, None, :, None] + along_x[:, None, :, None, :]).flatten(3).flatten(1, 2)
 
     def shifts(self, queries: int, keys: int) -> Tensor:
-        """Computes the offsets from queries to keys along one axis, between the centres of tokens and of cells."""
+        """Computes the offsets from queries to keys along one axis, from centres of tokens to centres of cells."""
         place = (torch.arange(queries, device=self.position.device) + 0.5) / self.sr_ratio - 0.5
         return torch.arange(keys, device=self.position.device) - place[:, None]
 
 
 class ConvMlp(nn.Module):
-    """MLP of two linear layers, optionally with a 3 x 3 depthwise convolution between them as in PVTv2."""
+    """MLP of two linear layers, with an optional 3 x 3 depthwise convolution between them as in PVTv2."""
 
     def __init__(self, channels: int, hidden: int, conv: bool = False) -> None:
         super().__init__()

@@ -25,9 +25,8 @@ class LeViTDTN(Backbone):
     """LeViT (arXiv 2104.01136) on maps ``B x H x W x C``, with DTN in front of every attention and MLP.
 
     The published LeViT has a batch norm after every layer, which ``timm.utils.reparameterize_model`` fuses into the
-    layer. LeViT has no norm where other transformers have LayerNorm. ``norm_cfg`` adds norms in these places, and the
-    batch norms remain. The attention has a learned bias for each distance between tokens, so a model takes images of
-    one size only.
+    layer. LeViT has no norms where other transformers have LayerNorm. ``norm_cfg`` adds norms in these places and keeps
+    the batch norms. The attention learns a bias for each distance between tokens, so images must have the same size.
 
     Args:
         arch: ``'128s' | '128' | '192' | '256' | '384'``, or a dict of the fields of ``ARCHS``. A dict with a name under
@@ -109,7 +108,7 @@ class LeViTDTN(Backbone):
             self.make_room(fused)
 
     def init_weights(self) -> None:
-        """Loads the checkpoint of ``init_cfg``. Without ``init_cfg``, all layers keep their own initial values."""
+        """Loads the checkpoint of ``init_cfg``. Without ``init_cfg``, all layers keep their initial values."""
         if self.init_cfg is not None:
             super().init_weights()
 
@@ -136,7 +135,7 @@ class LeViTDTN(Backbone):
 
 
 class Stage(nn.Module):
-    """A stage of blocks. The first block of the second and third stage halves the sides of the map."""
+    """A stage of blocks. In the second and third stages, the first block halves the sides of the map."""
 
     def __init__(self, blocks: list[nn.Module], with_cp: bool) -> None:
         super().__init__()
@@ -166,16 +165,16 @@ class ShrinkingBlock(layers.Block):
         self.norm1 = build_norm(norm_cfg, in_channels, place_before)
 
     def forward(self, x: Tensor, grid: tuple[int, int] | None = None) -> Tensor:
-        """Computes the block. ``grid`` is not used, because LeViT has no class token."""
+        """Computes the block. LeViT has no class token, so ``grid`` has no effect."""
         x = self.attn(layers.normalise(self.norm1, x, None))
         return layers.add_branch(x, self.mlp(layers.normalise(self.norm2, x, None)), self.drop_path)
 
 
 class _LiveBiases:
-    """Mixin that looks up attention biases on every call.
+    """Mixin that looks up the attention biases in every call.
 
-    timm caches the biases in evaluation mode. Cached biases become wrong if weights change, and they can refer to a
-    freed graph or to fake tensors.
+    In evaluation mode, timm caches the biases. Cached biases become wrong if weights change, and may refer to a freed
+    graph or to fake tensors.
     """
 
     attention_biases: nn.Parameter
@@ -188,7 +187,7 @@ class _LiveBiases:
 class LeViTAttention(_LiveBiases, levit.Attention):
     """LeViT's attention from timm, applied to a map."""
 
-    qkv: Any  # a layer with or without batch norm
+    qkv: Any  # a layer with or without a batch norm
 
     def __init__(self, channels: int, key_width: int, num_heads: int, grid: tuple[int, int]) -> None:
         super().__init__(channels, key_width, num_heads, attn_ratio=2, resolution=grid, act_layer=nn.Hardswish)
@@ -205,7 +204,7 @@ class LeViTAttention(_LiveBiases, levit.Attention):
 class ShrinkingAttention(_LiveBiases, levit.AttentionDownsample):
     """LeViT's downsampling attention from timm, applied to a map.
 
-    The queries are the tokens of every second row and column.
+    The queries are the tokens in every second row and column.
     """
 
     kv: Any
@@ -251,7 +250,7 @@ def _grid(size: Sequence[int]) -> tuple[int, int]:
 
 
 def _arch(arch: str | dict) -> dict[str, Any]:
-    """Returns the fields of an architecture. DTN uses the attention's number of heads if it divides the width."""
+    """Returns the fields of an architecture. DTN has the attention's number of heads if it divides the width."""
     said = architecture(arch, ARCHS, optional=('norm_heads',))
     norm_heads = [
         next(n for n in range(heads, 0, -1) if width % n == 0)

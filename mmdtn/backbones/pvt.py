@@ -17,7 +17,7 @@ from .folding import FusesNorms, Neighbour, fold_behind
 from .layers import Attention, Block, ConvMlp, drop_path_rates, pad_to_multiple, run_block
 
 STAGES = 4
-POOL_SIZES = (4, 2, 1, 1)  # pool sizes of the stages; with images of 224 pixels the first three pool to 14 x 14 cells
+POOL_SIZES = (4, 2, 1, 1)  # pool size of each stage; at 224 pixels, the first three stages pool to 14 x 14 cells
 
 
 @MODELS.register_module()
@@ -141,7 +141,7 @@ class PVTDTN(Backbone):
         for i, stage in enumerate(self.stages):
             x = stage.embed(x if i == 0 else x.permute(0, 3, 1, 2))
             if self.takes_class_token and i == STAGES - 1:
-                # The class token and the map become one row of tokens. Attention and LayerNorm do not need the grid.
+                # The class token and the map form one row of tokens. Attention and LayerNorm do not need a grid.
                 cls = (self.cls_token + self.cls_pos).expand(x.shape[0], -1, -1, -1)
                 x = torch.cat((cls.to(x.dtype), x.flatten(1, 2)[:, None]), 2)
             x = stage.blocks_and_norm(x)
@@ -180,7 +180,7 @@ class Stage(nn.Module):
         self.norm = norm
 
     def embed(self, x: Tensor) -> Tensor:
-        """Embeds an image or a map ``B x C x H x W`` as tokens ``B x h x w x C``."""
+        """Converts an image or a map ``B x C x H x W`` to tokens ``B x h x w x C``."""
         x = self.patch_embed(x)
         if self.pos_embed is None:
             return x
@@ -197,9 +197,9 @@ class Stage(nn.Module):
 
 
 class PatchEmbed(FusesNorms):
-    """Patch embedding from ``B x C x H x W`` to ``B x ceil(H / s) x ceil(W / s) x C'``, with stride ``s``.
+    """Patch embedding with stride ``s``, from ``B x C x H x W`` to ``B x ceil(H / s) x ceil(W / s) x C'``.
 
-    The patches of version 2 overlap.
+    In version 2, the patches overlap.
     """
 
     def __init__(self, in_channels: int, channels: int, stride: int, overlap: bool, norm: nn.Module) -> None:
@@ -218,7 +218,7 @@ class PatchEmbed(FusesNorms):
 
 
 def _arch(arch: str | dict, norm_cfg: dict[str, Any]) -> dict[str, Any]:
-    """Returns the fields of an architecture. The default numbers of heads depend on the normaliser."""
+    """Returns the fields of an architecture. The normaliser determines the default numbers of heads."""
     heads = DTN_HEADS if issubclass(norm_class(norm_cfg), DTN) else LN_HEADS
     archs = {name: fields | dict(num_heads=heads) for name, fields in ARCHS.items()}
     said = architecture(arch, archs, optional=('norm_heads',))

@@ -35,10 +35,10 @@ class SwinDTN(Backbone):
         other_norm_cfg: Normaliser of the patch embedding, of patch merging and of the outputs. DTN is not supported
             here.
         pool_sizes: DTN's pool size in each stage.
-        out_indices: Stages whose maps are returned for ``'featmap'``. Each map has a norm of its own.
-        out_type: ``'featmap'`` returns a tuple of maps ``B x C x H x W``. ``'avg_featmap'`` returns a tuple with the
-            mean over the last map, ``B x C``, for classification. If a map is not larger than a window, its windows
-            are shifted only for ``'featmap'``, as in the published models.
+        out_indices: Stages whose maps are returned for ``'featmap'``. Each map has its own norm. out_type:
+        ``'featmap'`` returns a tuple of maps ``B x C x H x W``. ``'avg_featmap'`` returns a tuple with the
+            mean over the last map, ``B x C``, for classification. As in the published models, windows of maps that are
+            not larger than a window are shifted only for ``'featmap'``.
         window_size: Side of the windows. The attention pads maps whose sides are not multiples of it.
         drop_path_rate: Stochastic depth rate of the last block. None uses the architecture's default.
         frozen_stages: -1 freezes nothing, 0 freezes the patch embedding, and n > 0 also freezes the first n stages and
@@ -158,7 +158,7 @@ class PatchMerging(FusesNorms, swin_transformer.PatchMerging):
 
 
 class Stage(nn.Module):
-    """A stage of blocks. From the second stage on, patch merging first halves the sides of the map."""
+    """A stage of blocks. In all stages but the first, patch merging first halves the sides of the map."""
 
     def __init__(self, downsample: nn.Module, blocks: list[Block], with_cp: bool) -> None:
         super().__init__()
@@ -174,14 +174,14 @@ class Stage(nn.Module):
 
 
 class WindowAttention(swin_transformer.WindowAttention):
-    """Attention within (shifted) windows of a map of any size.
+    """Attention within windows, which may be shifted, for maps of any size.
 
-    The parameters are those of timm's ``WindowAttention``. Like MMDetection, and unlike timm, this layer pads the map
-    before it is shifted. Unlike timm, the layer does not build a mask of all windows for each image size. Only windows
-    in the last row or column of a shifted map contain tokens from both ends of the map. Maps of any size therefore have
+    The layer has the parameters of timm's ``WindowAttention``. Like MMDetection, and unlike timm, the layer pads maps
+    before shifting them. Unlike timm, the layer does not build a mask of all windows for each image size. In a shifted
+    map, only windows in the last row or column contain tokens from both ends of the map. Maps of any size thus have
     only four kinds of windows, and the layer stores one mask for each kind.
 
-    The map is padded with ``border`` if a norm in front has been fused, and with zeros otherwise.
+    Maps are padded with zeros, or with ``border`` after the fusion of a norm in front.
     """
 
     border: Tensor | None
@@ -194,7 +194,7 @@ class WindowAttention(swin_transformer.WindowAttention):
         super().__init__(channels, num_heads, window_size=window_size)
         self.side = window_size
         self.shift = window_size // 2 if shifted else 0
-        self.shift_alone = shift_alone  # whether a map that is not larger than a window is shifted, too
+        self.shift_alone = shift_alone  # whether to shift even a map that is not larger than a window
         self.register_buffer('border', None)
         if self.shift:
             self.register_buffer('cuts', _cuts(self.side, self.shift), persistent=False)
@@ -214,7 +214,7 @@ class WindowAttention(swin_transformer.WindowAttention):
         if shifts:
             bias = _of_all_windows(bias + self.cuts, rows, columns, shift // self.shift)
         qkv = self.qkv(x).view(B, rows, side, columns, side, 3, K, C // K).permute(5, 0, 1, 3, 6, 2, 4, 7)
-        # Windows with different biases are in the dimension of heads, so that the images of a batch share the biases.
+        # The dimension of heads includes windows with different biases, so that all images of a batch share the biases.
         q, k, v = qkv.reshape(3, -1, bias.shape[0], side * side, C // K)
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=bias[None].to(q.dtype))
         out = out.view(B, rows, columns, K, side, side, C // K).permute(0, 1, 4, 2, 5, 3, 6)
@@ -224,10 +224,10 @@ class WindowAttention(swin_transformer.WindowAttention):
         return self.proj(x[:, :H, :W].contiguous())
 
     def _shift_of(self, height: int, width: int) -> int:
-        """Returns the shift of a map, which is 0 if the map is not larger than a window, unless ``shift_alone``."""
+        """Returns the shift of a map. Without ``shift_alone``, maps that are not larger than a window have shift 0."""
         if self.shift_alone:
             return self.shift
-        if is_exporting():  # a branch on the size would not be exported, so compute the shift without a branch
+        if is_exporting():  # an exported program would not keep a branch on the size
             return self.shift * torch.sym_min(torch.sym_min(height, width) // (self.side + 1), 1)
         return self.shift if min(height, width) > self.side else 0
 
@@ -240,17 +240,17 @@ class WindowAttention(swin_transformer.WindowAttention):
 def _roll(x: Tensor, shift: int) -> Tensor:
     if isinstance(shift, int):
         return x.roll((shift, shift), (1, 2))
-    for axis in (1, 2):  # torch.roll would be exported to ONNX with a fixed shift
+    for axis in (1, 2):  # torch.roll would have a fixed shift in ONNX
         end = (x.shape[axis] - shift) % x.shape[axis]
         x = torch.cat((x.narrow(axis, end, x.shape[axis] - end), x.narrow(axis, 0, end)), axis)
     return x
 
 
 def _cuts(side: int, shift: int) -> Tensor:
-    """Returns the attention masks of the four kinds of shifted windows, ``2 x 2 x 1 x N x N``.
+    """Returns the attention masks ``2 x 2 x 1 x N x N`` of the four kinds of windows in a shifted map.
 
-    The first two dimensions tell whether a window is in the last row and in the last column. The masks are ``-inf``
-    between tokens from different ends of the map.
+    The first two indices tell whether a window is in the last row and whether it is in the last column. Masks are
+    ``-inf`` between tokens from different ends of the map.
     """
     token = torch.arange(side * side)
     from_top, from_left = token // side >= side - shift, token % side >= side - shift
@@ -260,17 +260,17 @@ def _cuts(side: int, shift: int) -> Tensor:
 
 
 def _of_all_windows(kinds: Tensor, rows: int, columns: int, shifted: int) -> Tensor:
-    """Selects the bias of each window, from ``2 x 2 x K x N x N`` to ``(rows columns K) x N x N``.
+    """Selects the bias of each window from ``2 x 2 x K x N x N``, and returns ``(rows columns K) x N x N``.
 
-    The first two dimensions of ``kinds`` tell whether a window is in the last row and in the last column. ``shifted``
-    is 1 for a shifted map and 0 otherwise.
+    The first two indices of ``kinds`` tell whether a window is in the last row and whether it is in the last column.
+    ``shifted`` is 1 for a shifted map and 0 otherwise.
     """
     row, column = ((torch.arange(n, device=kinds.device) == n - 1).long() * shifted for n in (rows, columns))
     return kinds.index_select(0, row).index_select(1, column).flatten(0, 2)
 
 
 def _arch(arch: str | dict) -> dict[str, Any]:
-    """Returns the fields of an architecture. The default of ``norm_heads`` is the attention's number of heads."""
+    """Returns the fields of an architecture. ``norm_heads`` defaults to the attention's numbers of heads."""
     said = architecture(arch, ARCHS, optional=('norm_heads',))
     return dict(norm_heads=said['num_heads']) | said
 

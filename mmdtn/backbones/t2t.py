@@ -1,4 +1,4 @@
-"""T2T-ViT, a Vision Transformer that computes its tokens by three soft splits and two small attention layers."""
+"""T2T-ViT, a Vision Transformer that computes its tokens with three soft splits and two small attention layers."""
 
 import math
 from collections.abc import Sequence
@@ -23,8 +23,8 @@ SPLITS: tuple[Split, ...] = ((7, 4, 2), (3, 2, 1), (3, 2, 1))
 TOKEN_WIDTH = 64
 EPS = 1e-5
 RANDOM_FEATURES = 32
-# TokenPerformer scales numerator and denominator by this factor, so that the constant 1e-8 survives the export to ONNX.
-# The rewriter of onnxscript treats constants up to 1e-8 as 0, which led to errors of 5% for tokens with tiny attention
+# TokenPerformer scales numerator and denominator by this factor, so that the constant 1e-8 survives export to ONNX.
+# The rewriter of onnxscript treats constants up to 1e-8 as 0, which caused errors of 5% in tokens with tiny attention
 # weights. The factor is a power of two, so it causes no rounding errors.
 UP = 2.0**20
 
@@ -33,8 +33,8 @@ UP = 2.0**20
 class T2TViTDTN(PlainBackbone):
     """T2T-ViT (arXiv 2101.11986) with DTN in its first blocks, on maps ``B x H x W x C``.
 
-    The token module before the blocks does not support DTN, because its grid is too large. The side of this grid is up
-    to a fourth of the image's side. By default, the position embedding is a fixed table of sines.
+    The grid of the token module before the blocks has sides of up to a fourth of the image's sides, and is too large
+    for DTN. By default, the position embedding is a fixed table of sines.
 
     Args:
         arch: ``'t-14' | 't-19' | 't-24'``, whose token module has transformer layers; ``'7' | '10' | '12' | '14' |
@@ -88,7 +88,7 @@ class T2TViTDTN(PlainBackbone):
 
 
 class TokensToToken(nn.Module):
-    """Token module, which converts images ``B x C x H x W`` to tokens ``B x h x w x width``.
+    """Token module that converts images ``B x C x H x W`` to tokens ``B x h x w x width``.
 
     Three soft splits combine overlapping patches of tokens. An attention layer follows each of the first two splits.
     """
@@ -116,7 +116,7 @@ class TokensToToken(nn.Module):
 
 
 def soft_split(x: Tensor, kernel: int, stride: int, padding: int) -> Tensor:
-    """Splits a map ``B x C x H x W`` into overlapping patches, the tokens ``B x h x w x (C kernel kernel)``."""
+    """Splits a map ``B x C x H x W`` into overlapping patches, which are tokens ``B x h x w x (C kernel kernel)``."""
     height, width = (tokens_along(side, [(kernel, stride, padding)]) for side in x.shape[2:])
     return F.unfold(x, kernel, stride=stride, padding=padding).transpose(1, 2).unflatten(1, (height, width))
 
@@ -131,7 +131,7 @@ def tokens_along(side: int, splits: Sequence[Split]) -> int:
 class TokenLayer(FusesNorms):
     """Transformer layer with one head that changes the width.
 
-    The first residual connection adds the values of the attention, because the input has another width.
+    The first residual connection adds the attention's values, because the width of the input differs.
     """
 
     def __init__(self, in_channels: int, channels: int, bias: bool, drop: float, norm_cfg: dict[str, Any]) -> None:
@@ -173,9 +173,9 @@ class TokenTransformer(TokenLayer):
 
 
 class TokenPerformer(TokenLayer):
-    """Performer layer, whose attention uses random features of queries and keys (arXiv 2009.14794).
+    """Performer layer, in which attention uses random features of queries and keys (arXiv 2009.14794).
 
-    The cost is linear in the number of tokens.
+    The layer's cost is linear in the number of tokens.
     """
 
     features: Tensor

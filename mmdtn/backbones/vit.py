@@ -1,4 +1,4 @@
-"""Vision Transformers whose feature maps have a single resolution, with DTN or another normaliser in their blocks."""
+"""Vision Transformers with a single resolution, and with DTN or any other normaliser in their blocks."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -17,24 +17,24 @@ from .layers import Attention, Block, ConvMlp, drop_path_rates, pad_to_multiple,
 
 @dataclass(frozen=True)
 class ViTOptions:
-    """Arguments that ViT and T2T-ViT share.
+    """Arguments that both ViT and T2T-ViT accept.
 
     Args:
         norm_cfg: Normaliser of the first ``dtn_layers`` blocks, such as ``dict(type='DTN')`` or any registered
             normaliser for ``B x H x W x C``. ``dict(type='LN')`` is the published model.
         dtn_layers: Number of blocks that use ``norm_cfg``. The default is 10, or all blocks if there are fewer. If the
-            class token joins after these blocks, the default leaves at least two blocks for it.
-        other_norm_cfg: Normaliser of the other blocks, the token module of T2T-ViT, and the norm after the last block.
+        class token joins after these blocks, at least two blocks remain for it by default. other_norm_cfg: Normaliser
+        of the other blocks, the token module of T2T-ViT, and the norm after the last block.
             DTN is not supported here.
         cls_from: Block, from 0, before which the class token joins. By default, the class token joins after the
-            first ``dtn_layers`` blocks if they have DTN or ``rpe``, and otherwise before the first block. Outputs
-            without a class token have none by default.
+            first ``dtn_layers`` blocks if they have DTN or ``rpe``, and otherwise before the first block. By default,
+            there is no class token if the output does not contain it.
         out_indices: Blocks whose maps (``'featmap'``) or class tokens (``'cls_token'``) are returned. Negative numbers
-            count from the last block. Blocks after the last of them are not built.
+            count from the last block. Blocks after the last of these are not built.
         out_type: Type of the output, which is a tuple. ``'cls_token'`` returns normalised class tokens, ``B x C`` each.
             ``'avg_featmap'`` returns the mean over the grid, ``B x C``. ``'cls+mean'`` returns the class token
             concatenated with the mean of the patch tokens, ``B x 2C``. ``'featmap'`` returns maps ``B x C x H x W``,
-            of which only the map of the last block is normalised.
+            but only the last block's map is normalised.
         drop_path_rate: Stochastic depth rate of the last block.
         frozen_stages: -1 freezes nothing, 0 freezes the patch and position embedding, and n > 0 also freezes the first
             n blocks. If n is the number of blocks, the whole backbone is frozen.
@@ -59,9 +59,9 @@ class ViTOptions:
 
 
 class PlainBackbone(Backbone):
-    """Base class of backbones whose blocks all have the same width and the same grid.
+    """Base class of backbones in which all blocks have the same width and grid.
 
-    Subclasses convert images to tokens. ``pos_embed``, ``1 x h x w x C``, is trained if it is a parameter.
+    Subclasses convert images to tokens. ``pos_embed``, ``1 x h x w x C``, is learned if it is a parameter.
     """
 
     def __init__(
@@ -150,7 +150,7 @@ class PlainBackbone(Backbone):
         outs = {}
         for i, block in enumerate(self.blocks):
             if i == self.cls_from:
-                # The tokens are flattened to one row that starts with the class token. DTN also needs their grid.
+                # The class token and the flattened tokens form one row. DTN also needs the size of the grid.
                 grid = shape[1:3]
                 cls = self.cls_token.expand(x.shape[0], -1, -1, -1).to(x.dtype)
                 x = torch.cat((cls, x.flatten(1, 2)[:, None]), 2)
@@ -170,7 +170,7 @@ class PlainBackbone(Backbone):
         return tuple(outs[i].permute(0, 3, 1, 2).contiguous() for i in self.out_indices)
 
     def tokens(self, images: Tensor) -> Tensor:
-        """Converts images, ``B x C' x H x W``, to tokens with position embeddings, ``B x h x w x C``."""
+        """Converts images ``B x C' x H x W`` to tokens ``B x h x w x C`` with position embeddings."""
         raise NotImplementedError
 
     def frozen_parts(self) -> Iterator[nn.Module | Tensor]:
@@ -186,8 +186,8 @@ class ViTDTN(PlainBackbone):
     """ViT (arXiv 2010.11929, as in DeiT) with DTN in its first blocks, on maps ``B x H x W x C``.
 
     A class token has no position on the grid. In the DTN paper, the class token therefore joins after the blocks with
-    DTN. With ``cls_from=0`` it joins before the first block, as in the published ViT. The neighbourhoods of DTN then
-    exclude the class token.
+    DTN. With ``cls_from=0``, it joins before the first block, as in the published ViT. DTN's neighbourhoods always
+    exclude it.
 
     Args:
         arch: ``'t' | 't*' | 's' | 's*' | 'b' | 'b*'``, or a dict of the fields of ``ARCHS``. A dict with a name under
@@ -223,7 +223,7 @@ class ViTDTN(PlainBackbone):
         patch_embed = nn.Conv2d(in_channels, a['width'], patch_size, patch_size)
         pos_embed = nn.Parameter(torch.zeros(1, side, side, a['width']))
         shared = ViTOptions(**options)
-        # All norms use the same eps. Published DTN models use torch's default, and timm's ViT and DeiT use 1e-6.
+        # All norms have the same eps. Published DTN models use torch's default, but timm's ViT and DeiT use 1e-6.
         eps = shared.norm_cfg.get('eps', 1e-5 if needs_grid(shared.norm_cfg) else 1e-6)
         super().__init__(a, patch_embed, pos_embed, shared, eps=eps, qkv_bias=True, rpe=rpe)
         self.patch_size = patch_size
@@ -237,7 +237,7 @@ def _vit(width: int, num_heads: int) -> dict[str, Any]:
     return dict(width=width, depth=12, num_heads=num_heads, mlp_ratio=4)
 
 
-# Architectures with a star have the number of heads of the published DTN models.
+# Architectures with a star have as many heads as the published DTN models.
 ARCHS = {
     't': _vit(192, 3),
     't*': _vit(192, 4),

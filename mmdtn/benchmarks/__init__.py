@@ -1,1 +1,1 @@
-"""Benchmarks of the DTN layer: time, memory traffic, host time, and the machine code of the GPU kernels."""
+"""Benchmarks of the DTN layer, which cover time, memory traffic, host time and the GPU kernels' machine code."""

@@ -1,4 +1,4 @@
-"""Lower bounds for the time of each GPU kernel, computed from its machine code. No GPU is needed.
+"""Computes lower bounds for the time of each GPU kernel from its machine code, without a GPU.
 
 A kernel takes at least as long as each of the following:
 
@@ -8,8 +8,8 @@ A kernel takes at least as long as each of the following:
 - exchanging its values through shared memory
 - running one program alone
 
-The loops are found in the machine code, and their trip counts follow from the sizes. Latency, caches and imbalance add
-to these bounds, so only a measurement on a GPU gives the real time.
+The machine code shows the loops, and the sizes determine their trip counts. Latency, caches and imbalance make kernels
+slower than these bounds, so real times require a measurement on a GPU.
 """
 
 import re
@@ -35,7 +35,7 @@ class Gpu(NamedTuple):
 
 GPUS = dict(A100=Gpu(80, 108, 1.41e9, 1.94e12, 164 << 10), H100=Gpu(90, 132, 1.755e9, 3.35e12, 228 << 10))
 
-# Tensors that each kernel reads and writes. A tensor that is read and written is listed twice.
+# Tensors that each kernel reads or writes. A tensor appears twice if the kernel does both.
 TOUCHED = {
     '_axes': 'P moments',
     '_statistics': 'x of_tokens cells',
@@ -51,13 +51,13 @@ TOUCHED = {
 
 
 class Kernel(NamedTuple):
-    """Resource usage of a kernel launch, and lower bounds for its time in microseconds."""
+    """Resource usage of a kernel launch, and lower bounds in microseconds for its time."""
 
     name: str
     programs: int
     barriers: int  # barriers that one program executes
     registers: int
-    occupancy: float  # share of a multiprocessor's threads that are in use
+    occupancy: float  # share of a multiprocessor's threads in use
     moves: float
     issues: float
     multiplies: float
@@ -70,14 +70,14 @@ class Kernel(NamedTuple):
 
 
 def floors(gpu: Gpu, layer: Layer) -> list[Kernel]:
-    """Returns the lower bounds of all launches in a forward and a backward pass."""
+    """Returns lower bounds for all launches in a forward and a backward pass."""
     return [_kernel(gpu, layer, launch) for launch in launches(gpu.arch, layer)]
 
 
 def layernorm_floor(gpu: Gpu, layer: Layer) -> float:
-    """Returns a lower bound for LayerNorm, forward and backward, in microseconds.
+    """Returns a lower bound in microseconds for LayerNorm's forward and backward pass.
 
-    LayerNorm is limited by memory traffic, and moves five times the bytes of its input.
+    Memory traffic limits LayerNorm, which moves five times the bytes of its input.
     """
     x = layer.tensors().x
     return 5 * x.nbytes / gpu.bandwidth * 1e6
@@ -87,7 +87,7 @@ def _kernel(gpu: Gpu, layer: Layer, launch: Launch) -> Kernel:
     code = Binary(launch.binary)
     runs = _counts(code.sass, _trip_counts(layer, launch))
     programs = launch.grid[0] * launch.grid[1] * launch.grid[2]
-    seconds = launch.warps / gpu.multiprocessors / gpu.clock * 1e6  # microseconds of one cycle of all warps
+    seconds = launch.warps / gpu.multiprocessors / gpu.clock * 1e6  # microseconds for one cycle of all warps
     resident = min(
         REGISTERS // (code.usage['REG'] * launch.warps * 32),
         gpu.shared_memory // (launch.shared + 1024),
@@ -131,9 +131,9 @@ def _tensors(value: Any) -> list[Tensor]:
 
 
 def _trip_counts(layer: Layer, launch: Launch) -> dict[int, list[int]]:
-    """Returns how often each loop in the code runs, in order.
+    """Returns the trip counts of all loops in the code, in order.
 
-    The key is the number of loops, because a compiler may merge loops.
+    The keys are numbers of loops, because a compiler may merge loops.
     """
     S = layer.settings.pool_size
     h, w, K = -(-layer.height // S), -(-layer.width // S), layer.heads
@@ -156,7 +156,7 @@ def _trip_counts(layer: Layer, launch: Launch) -> dict[int, list[int]]:
 
 
 def _counts(sass: str, trip_counts: dict[int, list[int]]) -> dict[str, int]:
-    """Counts the instructions of each kind that one warp of a program executes."""
+    """Counts the instructions of each kind that one warp executes."""
     instructions: list[str] = []
     labels: dict[str, int] = {}
     branches: list[tuple[str, int]] = []

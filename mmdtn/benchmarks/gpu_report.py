@@ -11,7 +11,7 @@ from mmdtn.ops import Settings, Tensors, dtn_triton
 from . import host, timing
 
 RUNS = 20
-# Layers of PVT-Tiny on ImageNet and COCO, and of ViT-S*, as (batch size, height, width, channels, heads, pool size).
+# Layers of ViT-S* and of PVT-Tiny on ImageNet and COCO, as (batch size, height, width, channels, heads, pool size).
 LAYERS = [(128, 56, 56, 64, 4, 4), (2, 200, 336, 64, 4, 4), (2, 50, 84, 320, 5, 1), (128, 14, 14, 432, 9, 1)]
 
 
@@ -30,7 +30,7 @@ def report(device: torch.device) -> Iterator[str]:
 
 
 def kernel_lines(device: torch.device, layer: tuple[int, ...], dtype: torch.dtype) -> Iterator[str]:
-    """Yields a line for each kernel of a forward and a backward pass."""
+    """Yields one line for each kernel in a forward and a backward pass."""
     B, H, W, C, K, pool_size = layer
     s, x = Settings(pool_size), torch.randn(B, H, W, C, device=device, dtype=dtype)
     weight, mix = torch.ones(C, device=device), torch.full((K,), 0.5, device=device)
@@ -49,7 +49,7 @@ def kernel_lines(device: torch.device, layer: tuple[int, ...], dtype: torch.dtyp
 
 
 def _microseconds(step: Any) -> dict[str, float]:
-    """Returns the time of each kernel in one step, in microseconds."""
+    """Returns the time in microseconds that each kernel takes in one step."""
     step()
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
         for _ in range(RUNS):

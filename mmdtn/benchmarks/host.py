@@ -1,7 +1,7 @@
-"""Measures host time: how long Python and the launchers take for a layer, while the GPU computes or waits.
+"""Measures host time, which Python and the launchers spend on a layer while the GPU computes or waits.
 
-With a GPU, small layers run on it without synchronisation. Without a GPU, Triton's launcher runs on a driver library
-that does nothing, and the operators of torch run on the CPU.
+Small layers run on a GPU without synchronisation. Without a GPU, Triton's launcher calls a driver library that does
+nothing, and torch's operators run on the CPU.
 """
 
 import ctypes
@@ -52,7 +52,7 @@ int cuLaunchKernelEx(const void *config, void *function, void **arguments, void 
 
 @contextmanager
 def idle_driver() -> Iterator[None]:
-    """Makes CPU tensors take the code path of CUDA tensors, with a driver that launches nothing."""
+    """Makes CPU tensors take the code path of CUDA tensors. The driver launches nothing."""
     import triton
     from triton.backends.nvidia.driver import CudaDriver, CudaLauncher, CudaUtils
 
@@ -70,14 +70,14 @@ def idle_driver() -> Iterator[None]:
     with tempfile.TemporaryDirectory() as folder:
         source, library = Path(folder, 'driver.c'), Path(folder, 'libcuda.so.1')
         source.write_text('#include <stddef.h>\n' + DRIVER)
-        named = '-Wl,-soname,libcuda.so.1'  # libraries loaded later find it by this name
+        named = '-Wl,-soname,libcuda.so.1'  # libraries that are loaded later find it by this name
         subprocess.run(['gcc', '-shared', '-fPIC', '-w', named, '-o', library, source], check=True)
         Path(folder, 'libcuda.so').symlink_to(library)
         ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
         cache = dict(TRITON_LIBCUDA_PATH=folder, TRITON_CACHE_DIR=f'{folder}/cache')
         with mock.patch.dict(os.environ, cache):
             triton.runtime.driver.set_active(Idle())
-            # There is no public option that sends CPU tensors to the GPU back end, because users do not need one.
+            # Users never need to send CPU tensors to the GPU back end, so no public option does so.
             with (
                 mock.patch.object(dtn_triton, 'DEVICE', 'cpu'),
                 mock.patch.object(triton_check, 'works', lambda device: True),
@@ -89,12 +89,12 @@ def idle_driver() -> Iterator[None]:
 def microseconds(run: Callable[[], object], repeats: int = 400) -> float:
     """Returns the 10th percentile of the run time in microseconds.
 
-    Other processes on the machine can only make runs slower, so low percentiles are more reliable than the mean.
+    Other processes on the machine can only slow runs down, so low percentiles are more reliable than the mean.
     """
     times = []
     for i in range(repeats):
         if i % 50 == 0 and torch.cuda.is_available():
-            torch.cuda.synchronize()  # otherwise the launch queue fills up, and the host waits
+            torch.cuda.synchronize()  # otherwise, the launch queue fills up and the host waits
         start = time.perf_counter()
         run()
         times.append(time.perf_counter() - start)
@@ -102,7 +102,7 @@ def microseconds(run: Callable[[], object], repeats: int = 400) -> float:
 
 
 def measure() -> dict[str, tuple[float, float]]:
-    """Returns the host time of a forward pass, and of a forward and backward pass, for each layer and for LayerNorm."""
+    """Returns the host times of each layer and of LayerNorm, for a forward pass alone and for both passes."""
     device = 'cuda' if torch.cuda.is_available() else 'cpu'
     results = {}
     with nullcontext() if device == 'cuda' else idle_driver():

@@ -1,7 +1,7 @@
-"""Triton driver that stands in for a GPU. Triton compiles kernels for this driver, but launches nothing.
+"""Triton driver that stands in for a GPU. Triton compiles kernels for it but launches nothing.
 
 ``dtn_triton.forward`` and ``backward`` run on CPU tensors. Everything else works as on a GPU, so the kernels, their
-constants and their arguments are those of a real call.
+constants and their arguments equal those of a real call.
 """
 
 import itertools
@@ -21,7 +21,7 @@ from triton.backends.driver import DriverBase
 
 from mmdtn.ops import Settings, Tensors, dtn_triton
 
-# Shared memory of one program in bytes, by compute capability (NVIDIA) or architecture (AMD).
+# Bytes of shared memory for one program, by compute capability (NVIDIA) or architecture (AMD).
 SHARED_MEMORY: dict[int | str, int] = {
     **{75: 64 << 10, 80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10},
     **{'gfx90a': 64 << 10, 'gfx942': 64 << 10},
@@ -38,7 +38,7 @@ class Layer(NamedTuple):
     channels: int
     heads: int
     settings: Settings
-    dtypes: tuple[torch.dtype, torch.dtype] = (torch.float32, torch.float32)  # dtypes of the input and the output
+    dtypes: tuple[torch.dtype, torch.dtype] = (torch.float32, torch.float32)  # dtypes of input and output
 
     def tensors(self) -> Tensors:
         K, C = self.heads, self.channels
@@ -61,7 +61,7 @@ _numbers = itertools.count()
 
 
 class NoGPU(DriverBase):
-    """Triton driver that compiles for a given architecture and records launches."""
+    """Triton driver that compiles for a given architecture, and records launches."""
 
     def __init__(self, arch: int | str) -> None:
         self.arch, self.utils, self.number = arch, self, next(_numbers)
@@ -86,7 +86,7 @@ class NoGPU(DriverBase):
         raise RuntimeError('There is no GPU to measure on.')
 
     def get_current_device(self) -> int:
-        return self.number  # kernels are cached by device, so that each driver compiles its own
+        return self.number  # Triton caches kernels by device, so each driver compiles its own
 
     def get_current_stream(self, device: int) -> int:
         return 0
@@ -104,25 +104,25 @@ class NoGPU(DriverBase):
         return launch
 
     def load_binary(self, name: str, binary: bytes, shared: int, device: int) -> tuple:
-        # Triton expects module, function, registers, spills and, since version 3.4, the maximum number of threads.
+        # Triton expects the module, function, registers, spills and, since version 3.4, the maximum number of threads.
         since_3_4 = tuple(map(int, triton.__version__.split('.')[:2])) >= (3, 4)
         return (object(), binary, 0, 0, 1024) if since_3_4 else (object(), binary, 0, 0)
 
 
 @contextmanager
 def no_gpu(arch: int | str) -> Iterator[NoGPU]:
-    """Replaces the driver of Triton inside the context."""
+    """Replaces Triton's driver within the context."""
     driver = NoGPU(arch)
     triton.runtime.driver.set_active(driver)
     try:
         yield driver
     finally:
-        triton.runtime.driver.set_active(None)  # Triton then looks for a real driver
+        triton.runtime.driver.set_active(None)  # Triton then searches for a real driver
         _forget_compiled_kernels()
 
 
 def _forget_compiled_kernels() -> None:
-    """Frees memory. The kernels of all layers of all models would take gigabytes."""
+    """Frees memory, because the kernels for all layers of all models would take gigabytes."""
     dtn_triton._plan.cache_clear()
     for function in vars(dtn_triton).values():
         if isinstance(function, triton.JITFunction):
@@ -130,9 +130,9 @@ def _forget_compiled_kernels() -> None:
 
 
 def launches(arch: int | str, layer: Layer) -> list[Launch]:
-    """Compiles and returns the launches of a forward and a backward pass.
+    """Compiles the kernels of a forward and a backward pass, and returns their launches.
 
-    Errors of the compiler or of Triton are raised.
+    Raises the errors of the compiler and of Triton.
     """
     with no_gpu(arch) as driver:
         t = layer.tensors()
@@ -142,7 +142,7 @@ def launches(arch: int | str, layer: Layer) -> list[Launch]:
 
 
 class Binary:
-    """Machine code of a kernel for NVIDIA GPUs, which is read with the CUDA tools of the Triton package."""
+    """Machine code of a kernel for NVIDIA GPUs, which the Triton package's CUDA tools can read."""
 
     def __init__(self, code: bytes) -> None:
         self.code = code
@@ -156,7 +156,7 @@ class Binary:
 
     @cached_property
     def usage(self) -> dict[str, int]:
-        """Resource usage, such as ``REG``, the registers of a thread, and ``STACK``, the bytes that spill."""
+        """Resource usage, such as the registers of a thread (``REG``) and the bytes that spill (``STACK``)."""
         return {
             name: int(number) for name, number in re.findall(r'([A-Z]+):(\d+)', self._run('cuobjdump', '-res-usage'))
         }

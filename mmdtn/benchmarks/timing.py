@@ -1,4 +1,4 @@
-"""Measures the times of DTN, LayerNorm and DTN in plain torch, and the memory that each saves for the backward pass."""
+"""Measures the time and the saved memory of DTN, LayerNorm and DTN in plain torch."""
 
 import os
 import statistics
@@ -37,15 +37,15 @@ def reference() -> Iterator[None]:
 
 def saved_bytes(layer: nn.Module, x: torch.Tensor) -> int:
     with SavedBytes(layer) as saved:
-        _out = layer(x)  # the output stays alive, so that no memory is counted twice
+        _out = layer(x)  # the output stays alive, so no memory is counted twice
     return saved.total
 
 
 def medians(runs: dict[str, Callable[[], object]], repeats: int) -> dict[str, float]:
     """Returns the median time of each function in milliseconds.
 
-    The functions take turns in rounds, so that other load on the machine affects all of them. In every round, each
-    function first runs twice for warm-up.
+    The functions take turns, so that other load on the machine affects them all. In each round, every function first
+    runs twice for warm-up.
     """
     times: dict[str, list[float]] = {name: [] for name in runs}
     for a_round in range(ROUNDS):

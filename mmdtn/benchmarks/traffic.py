@@ -1,7 +1,7 @@
-"""Counts the memory traffic and the launches of DTN's GPU kernels, without a GPU.
+"""Counts the memory traffic and the launches of DTN's GPU kernels without a GPU.
 
 Triton's interpreter counts the distinct bytes that each launch of a Triton kernel reads and writes. For operators of
-torch, the bytes of inputs and outputs are counted. Views cost nothing.
+torch, the bytes of inputs and outputs count. Views cost nothing.
 """
 
 import os
@@ -23,18 +23,18 @@ PAGE = 2**22
 
 
 class Traffic(NamedTuple):
-    """Traffic of the forward or the backward pass. Bytes are given as multiples of the size of the input."""
+    """Traffic of the forward or the backward pass. The unit of bytes is the size of the input."""
 
     launches: int
-    moved: float  # distinct bytes of each launch, summed
+    moved: float  # sum of the distinct bytes of each launch
     asked: float  # bytes of all loads and stores, some of which are cached
-    temporary: float  # bytes of intermediate tensors, if none were freed early
+    temporary: float  # bytes of intermediate tensors if none is freed early
 
 
 class Counter(TorchDispatchMode):
     """Context manager that counts launches and bytes.
 
-    Triton kernels are counted only if ``TRITON_INTERPRET=1`` is set.
+    Counting Triton kernels requires ``TRITON_INTERPRET=1``.
     """
 
     def __init__(self) -> None:
@@ -45,7 +45,7 @@ class Counter(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         name = func.overloadpacket.__name__
-        if func.is_view or name in ('set_', 'copy_'):  # the interpreter itself calls the last two
+        if func.is_view or name in ('set_', 'copy_'):  # the interpreter itself calls set_ and copy_
             return result
         outputs = _bytes(result)
         self.allocated += outputs
@@ -67,7 +67,7 @@ class Counter(TorchDispatchMode):
         if addresses.size:
             for page in range(int(addresses.min()) // PAGE, int(addresses.max()) // PAGE + 1):
                 seen = self.seen.setdefault((kind, page), np.zeros(PAGE, np.uint8))
-                seen[addresses[addresses // PAGE == page] % PAGE] = size  # at the first byte of each element
+                seen[addresses[addresses // PAGE == page] % PAGE] = size  # stored at the first byte of each element
 
     def __enter__(self) -> 'Counter':
         self._interpreter = _interpreted(self)
@@ -99,7 +99,7 @@ def _interpreted(counter: Counter) -> Iterator[None]:
         counter.launches += 1
         grid(*sizes)
 
-    # The interpreter has no hooks. Every memory access goes through its builder, which is a single object per process.
+    # The interpreter has no hooks. All memory accesses go through its builder, of which a process has only one.
     builder.create_masked_load, builder.create_masked_store, builder.set_grid_dim = (
         count_load,
         count_store,
@@ -118,7 +118,7 @@ def _bytes(values: Any) -> int:
 def count_dtn(
     batch: int, height: int, width: int, channels: int, heads: int, pool_size: int, dtype: torch.dtype
 ) -> tuple[Traffic, Traffic, float]:
-    """Counts the traffic of a layer with learned lambdas in both passes, and the bytes that are saved in between."""
+    """Counts the traffic of a layer with learned lambdas in both passes, and the bytes saved in between."""
     if os.environ.get('TRITON_INTERPRET') != '1' or dtn_triton.triton is None:
         raise RuntimeError("Counting needs Triton's interpreter: install triton, and set TRITON_INTERPRET=1.")
     return _count_dtn(torch.randn(batch, height, width, channels).to(dtype), heads, Settings(pool_size), dtype)
@@ -144,9 +144,9 @@ def _count_dtn(x: Tensor, heads: int, settings: Settings, out: torch.dtype) -> t
 
 
 def count_residual(batch: int, height: int, width: int, channels: int, heads: int, pool_size: int) -> dict[str, float]:
-    """Counts the bytes that a norm and the operators around it move under float16 autocast, relative to the input.
+    """Counts the bytes, relative to the input, that a norm and nearby operators move under float16 autocast.
 
-    The operators are drop path, the residual sum, the norm, and the casts in front of the next linear layer.
+    Nearby operators are drop path, the residual sum, and the casts in front of the next linear layer.
     """
     half, full = torch.float16, torch.float32
     x, upstream = (torch.randn(batch, height, width, channels) for _ in range(2))
@@ -169,7 +169,7 @@ def count_residual(batch: int, height: int, width: int, channels: int, heads: in
         )
 
     casts = count(upstream.half) + count(branch.detach().float)  # casts of the output and of its gradient
-    both = count(lambda: upstream + upstream)  # adds the gradients of the residual stream and of the norm
+    both = count(lambda: upstream + upstream)  # adds the gradients of the residual stream and the norm
     apart = both + count(lambda: torch.autograd.grad(x + branch * mask, (x, branch), upstream))
     fused = both + count(lambda: torch.autograd.grad(torch.addcmul(x, branch, mask), (x, branch), upstream))
     return {
@@ -195,9 +195,9 @@ def _over(unit: int, counter: Counter, returned: int) -> Traffic:
 
 
 def count_backbone(build: Callable[[], nn.Module], shape: tuple[int, ...]) -> tuple[int, int]:
-    """Counts launches and bytes of a forward pass on ``B x 3 x H x W`` images.
+    """Counts the launches and bytes of a forward pass on ``B x 3 x H x W`` images.
 
-    The operators of torch run on fake CUDA tensors, and each DTN layer is counted separately.
+    Operators of torch run on fake CUDA tensors, and DTN layers are counted separately.
     """
     layers: list[tuple[Any, ...]] = []
 

@@ -1,4 +1,4 @@
-"""Evaluates a cascade on a dataset: the predictions of all exits, and the speed of early exit."""
+"""Evaluates a cascade on a dataset: collects the predictions of all exits, and measures the speed of early exit."""
 
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -22,7 +22,7 @@ from .classifier import DVT
 
 
 def load_cascade(cfg: Config, checkpoint: str) -> DVT:
-    """Builds the cascade of a config, and loads all weights from a published checkpoint or from one of this package."""
+    """Builds the cascade of a config, and loads all weights from a checkpoint of DVT's authors or of this package."""
     kind = class_of(cfg.model, MODELS)
     if not issubclass(kind, DVT):
         raise UserError(f'The model of the config is a {kind.__name__}, which has no exits. Use a config with a DVT.')
@@ -36,7 +36,7 @@ def load_cascade(cfg: Config, checkpoint: str) -> DVT:
 
 
 def build_loader(cfg: Config, name: str, images: int | None = None, seed: int = 0) -> DataLoader:
-    """Builds a data loader of the config, which reads the images in the order of the dataset.
+    """Builds a data loader of the config that reads images in the order of the dataset.
 
     Args:
         cfg: The config.
@@ -56,9 +56,9 @@ def build_loader(cfg: Config, name: str, images: int | None = None, seed: int = 
 
 
 class Answers(NamedTuple):
-    """Confidence and correctness of each exit's prediction for each image, as ``K x N`` tensors.
+    """``K x N`` tensors with the confidence and correctness of each exit's prediction for each image.
 
-    ``conf`` is the largest probability, and ``hit`` tells whether the class of this probability is correct.
+    ``conf`` is the largest probability, and ``hit`` tells whether its class is correct.
     """
 
     conf: Tensor
@@ -67,27 +67,26 @@ class Answers(NamedTuple):
 
 @torch.no_grad()
 def answers(model: DVT, loader: Iterable[Any]) -> Answers:
-    """Runs every exit on every image, whatever the thresholds."""
+    """Runs every exit on every image, regardless of thresholds."""
     model.eval()
     found = [Answers(*_judge(model.logits(images), labels)) for images, labels in _batches(model, loader)]
     return Answers(torch.cat([a.conf for a in found], 1), torch.cat([a.hit for a in found], 1))
 
 
 class Race(NamedTuple):
-    """Speed of all exits and of early exit in images per second, and the accuracy of early exit in percent."""
+    """Speeds of all exits and of early exit, in images per second, and early exit's accuracy in percent."""
 
     all_exits: float
     leaving_early: float
     accuracy: float
-    differing: int  # images whose exit differs from exits_taken(), due to rounding near a threshold
+    differing: int  # images whose exit differs from exits_taken() because of rounding near a threshold
 
 
 @torch.no_grad()
 def race(model: DVT, loader: Iterable[Any], thresholds: Tensor) -> list[Race]:
-    """Compares the speed of early exit with that of computing all exits, for each row of thresholds.
+    """Compares the speeds of early exit and full computation for each row of thresholds.
 
-    Early exit and full computation take turns on the same batches. The time for loading and preprocessing images is not
-    included.
+    Early exit and full computation take turns on the same batches. Times exclude loading and preprocessing images.
     """
     model.eval()
     rows: list[Sequence[float]] = [row[:-1].tolist() for row in thresholds]
@@ -116,7 +115,7 @@ def race(model: DVT, loader: Iterable[Any], thresholds: Tensor) -> list[Race]:
 
 
 def _batches(model: DVT, loader: Iterable[Any]) -> Iterable[tuple[Tensor, Tensor]]:
-    """Yields the images of each batch on the model's device, and the labels on the CPU."""
+    """Yields the images of each batch on the model's device and the labels on the CPU."""
     for batch in loader:
         data = model.data_preprocessor(batch, training=False)
         yield data['inputs'], torch.cat([sample.gt_label for sample in data['data_samples']]).cpu()

@@ -6,7 +6,7 @@ The functions share the following tensors, for K exits and N images:
 - ``hit``, ``K x N``: whether exit k predicts the class of image n correctly
 - ``gflops``, ``K``: the cost of an image that leaves at exit k, including all earlier exits
 
-A row of thresholds has one for each exit. An image leaves at the first exit with ``conf >= threshold``.
+A row of thresholds has one value per exit. An image leaves at the first exit with ``conf >= threshold``.
 """
 
 import json
@@ -21,27 +21,27 @@ NOBODY, EVERYBODY = 1e8, -1e8  # thresholds above and below all probabilities
 
 
 def shares(exits: int, points: int = 59) -> Tensor:
-    """Returns the share of images that should leave at each exit, as a ``points x exits`` tensor.
+    """Returns a ``points x exits`` tensor with the share of the images that should leave at each exit.
 
-    Row i - 1 is proportional to p^k, with p = i / 20.
+    In row i - 1, the share of exit k is proportional to p^k with p = i / 20.
     """
     p = torch.arange(1, points + 1) / 20
-    powers = (p.log()[:, None] * torch.arange(1, exits + 1)).exp()  # bitwise the same as in the published code
+    powers = (p.log()[:, None] * torch.arange(1, exits + 1)).exp()  # bitwise equal to the published code
     return powers / powers.sum(1, keepdim=True)
 
 
 def find_thresholds(conf: Tensor, shares: Tensor) -> Tensor:
-    """Finds ``P x K`` thresholds with which the given shares of the images leave at each exit.
+    """Finds the ``P x K`` thresholds for which given shares of the images leave at each exit.
 
-    The images with the highest confidence leave first. Images with equal confidence leave together. An exit takes no
-    image if fewer images remain than its share.
+    The images with the highest confidence leave first. Images with equal confidence leave together. If fewer images
+    remain than an exit's share, the exit takes none.
 
     Args:
         conf: The largest probabilities, ``K x N``.
         shares: P rows with the share of the images for each exit, ``P x K``.
     """
     exits, images = conf.shape
-    wanted = (images * shares.float()).floor().long()  # the published thresholds were computed in float32
+    wanted = (images * shares.float()).floor().long()  # in float32, like the published thresholds
     left = torch.ones(len(shares), images, dtype=torch.bool)
     thresholds = torch.full((len(shares), exits), EVERYBODY, dtype=conf.dtype)
     for k in range(exits - 1):
@@ -55,7 +55,7 @@ def find_thresholds(conf: Tensor, shares: Tensor) -> Tensor:
 
 
 def exits_taken(conf: Tensor, thresholds: Tensor) -> Tensor:
-    """Returns the index of the exit at which each image leaves, as a ``P x N`` tensor.
+    """Returns a ``P x N`` tensor with the index of the exit at which each image leaves.
 
     The last exit takes all remaining images.
     """
@@ -65,7 +65,7 @@ def exits_taken(conf: Tensor, thresholds: Tensor) -> Tensor:
 
 
 class Outcome(NamedTuple):
-    """Accuracy in percent, mean GFLOPs, and number of images that leave at each exit, for P rows of thresholds."""
+    """Accuracy in percent, mean GFLOPs, and images that leave at each exit, for each row of thresholds."""
 
     accuracy: Tensor
     gflops: Tensor
@@ -83,11 +83,11 @@ def outcome(conf: Tensor, hit: Tensor, thresholds: Tensor, gflops: Tensor) -> Ou
 def search(
     conf: Tensor, hit: Tensor, gflops: Tensor, budgets: Tensor, also: Tensor | None = None, candidates: int = 1000
 ) -> Tensor:
-    """Finds the most accurate thresholds for each of P budgets, and returns ``P x K``.
+    """Returns the most accurate thresholds for each of P budgets, ``P x K``.
 
-    The search compares all combinations of candidates. The candidates of an exit are quantiles of its confidences, and
-    the thresholds in ``also``. On the given images the result is therefore at least as accurate as ``also``. The search
-    is suitable for two or three exits, because each further exit multiplies the memory by ``candidates``.
+    The search compares all combinations of candidates. Candidates are quantiles of an exit's confidences and the
+    thresholds in ``also``. On the given images, the result is thus at least as accurate as ``also``. The search suits
+    two or three exits, because each further exit multiplies the memory by ``candidates``.
 
     Args:
         conf: The largest probabilities, ``K x N``.
@@ -101,7 +101,7 @@ def search(
     free = exits - 1
     values = [_candidates(conf[k], candidates, None if also is None else also[:, k]) for k in range(free)]
     sizes = [len(v) for v in values]
-    # With candidate j, image n leaves at exit k if j < reached[k][n].
+    # For candidate j, image n leaves at exit k if j < reached[k][n].
     reached = [torch.searchsorted(v, conf[k], right=True) for k, v in enumerate(values)]
     right = torch.zeros(sizes, dtype=torch.double)
     cost = torch.zeros(sizes, dtype=torch.double)
@@ -122,7 +122,7 @@ def search(
 
 
 def _candidates(conf: Tensor, number: int, also: Tensor | None) -> Tensor:
-    """Returns thresholds in ascending order, from one that all images reach to one that no image reaches."""
+    """Returns thresholds in ascending order. All images reach the first threshold, and no image reaches the last."""
     distinct = conf.unique()
     if len(distinct) > number:
         distinct = distinct[torch.linspace(0, len(distinct) - 1, number).long()]
@@ -131,10 +131,10 @@ def _candidates(conf: Tensor, number: int, also: Tensor | None) -> Tensor:
 
 
 def _by_candidates(reached: Sequence[Tensor], sizes: Sequence[int], leaves: int, weight: Tensor) -> Tensor:
-    """Sums ``weight`` over the images that leave at exit ``leaves``, for each combination of candidates.
+    """For each combination of candidates, sums ``weight`` over the images that leave at exit ``leaves``.
 
-    A histogram counts how many candidates each image reaches at each exit. Cumulative sums along the axes then count
-    the images that reach the candidate of exit ``leaves`` and miss those of the earlier exits.
+    A histogram counts how many candidates each image reaches at each exit. Cumulative sums along the axes then select
+    the images that reach the candidate of exit ``leaves`` but no earlier one.
     """
     shape = [size + 1 for size in sizes[: len(reached)]]
     cell = torch.zeros_like(reached[0])
@@ -150,7 +150,7 @@ def _by_candidates(reached: Sequence[Tensor], sizes: Sequence[int], leaves: int,
 
 
 def read_thresholds(file: str | Path, gflops: float, search: str = 'sweep') -> list[float]:
-    """Reads thresholds from a file of ``tools/dvt_budget.py``.
+    """Reads thresholds from a file that ``tools/dvt_budget.py`` wrote.
 
     Returns the most expensive thresholds whose mean cost is at most ``gflops``.
 

@@ -1,4 +1,4 @@
-"""Dynamic Vision Transformer: a cascade of classifiers on finer and finer grids, with early exit."""
+"""Dynamic Vision Transformer, a cascade of classifiers on increasingly fine grids, with early exit."""
 
 import itertools
 from collections.abc import Sequence
@@ -22,17 +22,17 @@ from .reuse import Upstream
 
 @MODELS.register_module()
 class DVT(BaseModel):
-    """Dynamic Vision Transformer (arXiv 2105.15075): a cascade of K complete classifiers, called exits.
+    """Dynamic Vision Transformer (arXiv 2105.15075), a cascade of K complete classifiers, which are called exits.
 
-    An image leaves at the first exit whose largest probability reaches the threshold of this exit, or else at the last
-    exit. Later exits split the image into more tokens, and reuse tokens and attention logits of the previous exit.
+    An image leaves at the first exit whose largest probability reaches the exit's threshold, or else at the last exit.
+    Later exits split the image into more tokens, and reuse the previous exit's tokens and attention logits.
 
     Args:
         arch: ``'t2t-12' | 't2t-14' | 'deit-s'``, or a dict with the fields of ``ARCHS``. A dict with one of these names
             under ``'base'`` needs only the fields that differ.
         num_classes: Number of classes.
-        grids: For each exit, the number of tokens along a side of an image of ``img_size``. Each number is between one
-            and two times the previous one. The soft splits of T2T-ViT give 7, 10 and 14 tokens along 224 px, and
+        grids: For each exit, the number of tokens along a side of an image of ``img_size``. Each number is one to two
+        times the previous one. The soft splits of T2T-ViT give 7, 10 and 14 tokens along 224 px, and
             patches give any number.
         reuse_features: Whether each block concatenates its tokens with 48 channels, which are computed from the last
             tokens of the previous exit.
@@ -41,20 +41,21 @@ class DVT(BaseModel):
         norm_cfg: Normaliser of the first ``dtn_layers`` blocks of each exit. The published model has
             ``dict(type='LN')``. DTN uses the statistics of LayerNorm for the class token, which has no position on the
             grid.
-        dtn_layers: Number of blocks of each exit that use ``norm_cfg``. By default all do.
-        drop_path_rate: Stochastic depth rate of the last block of each exit.
-        img_size: Side of the images that position embeddings are made for. Images of other sizes get other grids.
-        loss: Config of the loss, which takes the logits of one exit, and labels or scores. The default is
+        dtn_layers: Number of blocks of each exit that use ``norm_cfg``. By default, all blocks do. drop_path_rate:
+        Stochastic depth rate of the last block of each exit. img_size: Image side for which position embeddings are
+        made. Other image sizes lead to different grids. loss: Config of the loss, which takes the logits of one exit,
+        and labels or scores. The default is
             cross-entropy.
         loss_weights: Weight of the loss of each exit. The default is 1 for all.
-        thresholds: Probability at which an image leaves in prediction, for each exit or for all but the last.
-            ``dict(file='budget.json', gflops=1.0)`` reads thresholds that need so many GFLOPs on average from a file of
-            ``tools/dvt_budget.py``. By default all exits run for every image, and the last one gives the prediction.
-        train_cfg: ``augments`` has batch augmentations as in ``ImageClassifier``. ``frozen`` lists the parts of an exit
-            that are not trained, such as ``['norm', 'cls_token']``.
-        data_preprocessor: Config of the data preprocessor. The default type is MMPretrain's ``ClsDataPreprocessor``.
-        init_cfg: ``dict(type='Pretrained', checkpoint=...)`` loads a checkpoint of this package or of DVT's authors.
-            With ``heads=False`` the linear heads are not loaded.
+        thresholds: Probabilities at which images leave in prediction, for all exits or for all but the last.
+            ``dict(file='budget.json', gflops=1.0)`` reads thresholds that need at most this many GFLOPs on average from
+            a file of ``tools/dvt_budget.py``. By default, all exits process every image, and the last one makes the
+            prediction.
+        train_cfg: ``augments`` holds batch augmentations, as in ``ImageClassifier``. ``frozen`` lists parts of an exit
+        that are not trained, such as ``['norm', 'cls_token']``. data_preprocessor: Config of the data preprocessor. The
+        default type is MMPretrain's ``ClsDataPreprocessor``. init_cfg: ``dict(type='Pretrained', checkpoint=...)``
+        loads a checkpoint of this package or of DVT's authors.
+            With ``heads=False``, the linear heads are not loaded.
 
     Example:
         >>> model = DVT(dict(base='deit-s', width=48, depth=2, num_heads=3), 10, grids=(4, 8), img_size=32)
@@ -113,7 +114,7 @@ class DVT(BaseModel):
     ) -> Any:
         """Runs the model in mode ``'tensor'``, ``'predict'`` or ``'loss'``, like ``ImageClassifier``.
 
-        Mode ``'tensor'`` returns a tuple with the logits ``B x num_classes`` of all exits, or of the first ``exits``.
+        Mode ``'tensor'`` returns a tuple with the logits ``B x num_classes`` of all exits or of the first ``exits``.
         """
         if mode == 'tensor':
             return self.logits(inputs, exits)
@@ -124,7 +125,7 @@ class DVT(BaseModel):
         raise ValueError(f"mode={mode!r}: choose 'tensor' or 'predict', or 'loss' with data_samples.")
 
     def logits(self, images: Tensor, exits: int | None = None) -> tuple[Tensor, ...]:
-        """Returns the logits of all exits, or of the first ``exits``."""
+        """Returns the logits of all exits or of the first ``exits``."""
         run = self.exits[:exits]
         upstream, out = None, []
         for i in range(len(run)):
@@ -135,7 +136,7 @@ class DVT(BaseModel):
     def run_exit(
         self, number: int, images: Tensor, upstream: Upstream | None, last: bool = False
     ) -> tuple[Tensor, Upstream]:
-        """Runs one exit on images and on the output of the previous exit.
+        """Runs one exit, given images and the previous exit's output.
 
         Args:
             number: Index of the exit, counted from 0.
@@ -148,7 +149,7 @@ class DVT(BaseModel):
         return self.exits[number](images, upstream, hand_on_relations)
 
     def loss(self, inputs: Tensor, data_samples: list) -> dict[str, Tensor]:
-        """Returns the weighted loss of each exit as ``exit1_loss`` and so on. MMEngine sums them."""
+        """Returns each exit's weighted loss as ``exit1_loss`` and so on. MMEngine adds the losses."""
         if 'gt_score' in data_samples[0]:  # scores of mixed images
             target = torch.stack([sample.gt_score for sample in data_samples])
         else:
@@ -157,10 +158,9 @@ class DVT(BaseModel):
         return {f'exit{i}_loss': w * self.loss_module(logits, target) for i, (w, logits) in enumerate(losses, 1)}
 
     def predict(self, inputs: Tensor, data_samples: list | None = None) -> list:
-        """Returns data samples with ``pred_score``, ``pred_label`` and ``exit``, the number of the exit counted from 1.
+        """Returns data samples with ``pred_score``, ``pred_label`` and ``exit``, the exit's number counted from 1.
 
-        Without thresholds, ``exit_conf`` and ``exit_label`` have the largest probability and the predicted class of
-        each exit.
+        Without thresholds, ``exit_conf`` and ``exit_label`` hold each exit's largest probability and predicted class.
         """
         if data_samples is None:
             from mmpretrain.structures import DataSample  # not needed to compute logits
@@ -179,9 +179,9 @@ class DVT(BaseModel):
         return data_samples
 
     def leave_early(self, images: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the probabilities ``B x num_classes``, and the number of the exit, counted from 1, of each image.
+        """Returns the probabilities ``B x num_classes``, and the number of each image's exit, counted from 1.
 
-        Images that have left do not run through later exits.
+        Later exits do not process images that have left.
         """
         assert self.thresholds is not None
         scores = images.new_empty(len(images), self.num_classes, dtype=torch.float32)
@@ -200,10 +200,10 @@ class DVT(BaseModel):
         return scores, numbers
 
     def init_weights(self) -> None:
-        """Initialises the weights, and then loads the checkpoint of ``init_cfg`` if there is one.
+        """Initialises the weights, and then loads the checkpoint of ``init_cfg`` if it has one.
 
-        Linear weights, class tokens and learned positions are drawn from a truncated normal distribution. Other
-        parameters keep torch's initialisation. With ``heads=False`` the heads are not loaded.
+        A truncated normal distribution initialises linear weights, class tokens and learned positions. Other parameters
+        keep torch's initialisation. With ``heads=False``, the heads are not loaded.
         """
         for name, parameter in self.named_parameters():
             if name.endswith(('.cls_token', '.pos_embed')):
@@ -241,7 +241,7 @@ class DVT(BaseModel):
 
 
 def thresholds_of(said: Sequence[float] | dict | None, exits: int) -> tuple[float, ...] | None:
-    """Converts the argument ``thresholds`` to one value for each exit but the last, where all images leave."""
+    """Converts the argument ``thresholds`` to one value for each exit except the last, where all images leave."""
     if said is None:
         return None
     values = read_thresholds(**said) if isinstance(said, dict) else list(said)
@@ -252,7 +252,7 @@ def thresholds_of(said: Sequence[float] | dict | None, exits: int) -> tuple[floa
 
 def _with_augments(data_preprocessor: dict | None, train_cfg: dict) -> dict | None:
     if data_preprocessor is None and 'augments' not in train_cfg:
-        return None  # computing logits does not need MMPretrain
+        return None  # logits do not need MMPretrain
     said = dict(data_preprocessor or {})
     said.setdefault('type', 'mmpretrain.ClsDataPreprocessor')
     if 'augments' in train_cfg:

@@ -28,7 +28,7 @@ ARCHS = {
 
 
 class Family(NamedTuple):
-    """Settings that architectures of one family share, whatever their size."""
+    """Settings that all architectures of a family share."""
 
     stem: Any
     eps: float
@@ -40,14 +40,14 @@ FAMILIES = {'t2t': Family(t2t_stem, 1e-5, False, False), 'deit': Family(PatchSte
 
 
 class Reuse(NamedTuple):
-    """Selects the outputs of the previous exit that an exit reuses."""
+    """Tells which outputs of the previous exit an exit reuses."""
 
     features: bool = False
     relations: bool = False
 
 
 class RelationAttention(nn.Module):
-    """Self-attention that can add given logits to its own, and can return the sum."""
+    """Self-attention that can add given logits to its own logits, and can return the sum."""
 
     def __init__(self, channels: int, num_heads: int, qkv_bias: bool) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class RelationAttention(nn.Module):
         self.proj = nn.Linear(channels, channels)
 
     def forward(self, x: Tensor, added: Tensor | None, hand_on: bool) -> tuple[Tensor, Tensor | None]:
-        """Returns the output, and the attention logits if ``hand_on`` is set.
+        """Returns the output and, with ``hand_on``, the attention logits.
 
         Args:
             x: Tokens ``B x T x C``.
@@ -77,7 +77,7 @@ class RelationAttention(nn.Module):
 
 
 class ExitBlock(nn.Module):
-    """Pre-norm transformer block. With feature reuse, its second norm and its MLP take ``EMBEDDED`` more channels."""
+    """Pre-norm transformer block. With feature reuse, its second norm and MLP have ``EMBEDDED`` more channels."""
 
     def __init__(
         self, arch: dict[str, Any], norm_cfg: dict[str, Any], place: Place, drop_path: float, reuse_features: bool
@@ -99,28 +99,26 @@ class ExitBlock(nn.Module):
         x = add_branch(x, out, self.drop_path)
         joined = x
         if self.features is not None:
-            assert upstream is not None  # only the first exit has none, and it has no feature reuse
+            assert upstream is not None  # only the first exit has none, and it does not reuse features
             joined = torch.cat((x, self.features(upstream, grid)), -1)
         return add_branch(x, self.mlp(_normalise(self.norm2, joined, grid)), self.drop_path), logits
 
 
 def _normalise(norm: nn.Module, x: Tensor, grid: Grid) -> Tensor:
-    """Normalises tokens for a linear layer. The class token is the first token, and has no position on the grid."""
+    """Normalises tokens for a linear layer. The first token is the class token, which has no position on the grid."""
     return norm(x, grid, num_prefix_tokens=1, feeds_autocast=True) if isinstance(norm, DTN) else norm(x)
 
 
 class Exit(nn.Module):
-    """Classifier of a cascade, which returns logits and the output that the next exit reuses.
+    """A cascade's classifier, which returns logits and the output that the next exit reuses.
 
     Args:
         arch: Dict with the fields of ``ARCHS``.
         num_classes: Number of classes.
         grid: Number of tokens along a side of an image of ``img_size``.
-        img_size: Side of the images that position embeddings are made for. Other images get interpolated or recomputed
-            ones.
-        norm_cfgs: Normaliser of each block. All other norms are LayerNorm.
-        drop_path_rate: Stochastic depth rate of the last block.
-        reuse: Which outputs of the previous exit are reused.
+        img_size: Image side for which position embeddings are made. Other sizes get interpolated or recomputed
+        embeddings. norm_cfgs: Normaliser of each block. All other norms are LayerNorm. drop_path_rate: Stochastic depth
+        rate of the last block. reuse: Which outputs of the previous exit are reused.
     """
 
     def __init__(
@@ -168,7 +166,7 @@ class Exit(nn.Module):
         return self.head(self.norm(x[:, 0])), Upstream(x, grid, torch.cat(logits, 1) if logits else None)
 
     def _added_logits(self, upstream: Upstream | None, grid: Grid) -> Callable[[int], Tensor | None]:
-        """Returns a function that computes, for the index of a block, the logits to add to its attention."""
+        """Returns a function that maps a block's index to the logits to add to its attention."""
         relations = self.relations
         if relations is None:
             return lambda layer: None

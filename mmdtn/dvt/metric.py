@@ -1,4 +1,4 @@
-"""Metric that computes the accuracy of each exit of a cascade."""
+"""Metric that computes the accuracy of each exit in a cascade."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,13 +11,13 @@ from torch import Tensor
 
 @METRICS.register_module()
 class ExitAccuracy(BaseMetric):
-    """Computes the accuracy of each exit of a :class:`DVT` in percent.
+    """Computes the accuracy in percent of each exit of a :class:`DVT`.
 
     Without thresholds, ``exit1/top1`` and so on are the accuracies of the exits. ``accuracy/top1``, ``accuracy/top5``
     and ``accuracy/loss`` belong to the last exit.
 
     With thresholds, images leave early, and ``accuracy/top1`` is the accuracy of the predictions. ``exit1/share`` and
-    so on are the shares of the images that leave at each exit, and ``gflops`` is their mean cost.
+    so on are the shares of the images that leave at each exit, and ``gflops`` is the mean cost of an image.
 
     Args:
         gflops: The cost of an image that leaves at each exit, as ``tools/analysis_tools/get_flops.py`` prints it.
@@ -62,7 +62,7 @@ class ExitAccuracy(BaseMetric):
 
 
 def confidences(results: Sequence[dict]) -> tuple[Tensor, Tensor]:
-    """Returns ``conf`` and ``hit``, ``K x N``, for the functions of :mod:`mmdtn.dvt.budget`."""
+    """Returns the ``K x N`` tensors ``conf`` and ``hit`` for the functions in :mod:`mmdtn.dvt.budget`."""
     return torch.stack([r['conf'] for r in results], 1), torch.stack([r['hits'] for r in results], 1)
 
 

@@ -1,4 +1,4 @@
-"""Reads, formats and writes the accuracy of a cascade as a function of its cost."""
+"""Reads, formats and writes a cascade's accuracy as a function of its cost."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,15 +17,13 @@ STORED = ('flops', 'anytime_classification', 'dynamic_threshold', 'budgeted_batc
 
 @dataclass
 class BudgetCurve:
-    """Mean GFLOPs and accuracy in percent for each of P rows of thresholds.
+    """Mean GFLOPs, and accuracy in percent, for each of P rows of thresholds.
 
     Args:
-        gflops: The cost of each exit, if all images leave there.
-        anytime: The accuracy of each exit, if all images leave there.
-        thresholds: The thresholds, ``P x K``.
-        mean_gflops: The mean cost of each row.
-        accuracy: The accuracy of each row.
-        left: Number of images that leave at each exit, ``P x K``. Curves in published files do not have it.
+        gflops: The cost of each exit if all images leave there. anytime: The accuracy of each exit if all images leave
+        there. thresholds: The thresholds, ``P x K``. mean_gflops: The mean cost of each row. accuracy: The accuracy of
+        each row. left: Number of images that leave at each exit, ``P x K``. Published files do not contain these
+        numbers.
     """
 
     gflops: list[float]
@@ -61,7 +59,7 @@ class BudgetCurve:
         )
 
     def by_chance(self) -> list[float]:
-        """Returns the accuracy of each row if the images that leave at each exit were drawn at random.
+        """Returns the accuracy that each row would have if the images leaving at each exit were drawn at random.
 
         The list is empty if the curve has no ``left``.
         """
@@ -100,7 +98,7 @@ class BudgetCurve:
 
 
 def published_file(model: DVT, curve: BudgetCurve) -> dict[str, Any]:
-    """Returns the content of a published checkpoint: weights with the names that the authors use, and the curve."""
+    """Returns the content of a published checkpoint: the curve, and the weights under the authors' names."""
     return dict(
         model_state_dict={key: value.cpu().clone() for key, value in to_dvt(model).items()},
         flops=curve.gflops,

@@ -1,4 +1,4 @@
-"""Modules that reuse the previous exit: the tokens of its last block, and the attention logits of all its blocks."""
+"""Modules that reuse the tokens of the previous exit's last block, and the attention logits of all its blocks."""
 
 from typing import NamedTuple
 
@@ -12,7 +12,7 @@ HIDDEN, EMBEDDED = 128, 48  # hidden and output channels of the MLP that compute
 
 
 class Upstream(NamedTuple):
-    """Output of an exit that the next exit reuses.
+    """An exit's output that the next exit reuses.
 
     Args:
         tokens: Tokens ``B x M x D`` before the final norm, with the class token first.
@@ -30,9 +30,9 @@ class Upstream(NamedTuple):
 
 
 def resample(x: Tensor, source: Grid, target: Grid) -> Tensor:
-    """Resamples maps from one grid to another. Each map is flattened in the last dimension.
+    """Resamples maps from one grid to another. The last dimension holds a flattened map.
 
-    Maps are enlarged by two with nearest-neighbour interpolation, and then average-pooled to the target grid.
+    Nearest-neighbour interpolation first doubles the sides, and average pooling then yields the target grid.
     """
     maps = F.interpolate(x.reshape(1, -1, *source), scale_factor=2.0)
     return F.adaptive_avg_pool2d(maps, target).reshape(*x.shape[:-1], -1)
@@ -49,7 +49,7 @@ def resample_relations(x: Tensor, source: Grid, target: Grid) -> Tensor:
 
 
 class FeatureReuse(nn.Module):
-    """Computes the features ``B x (N + 1) x 48`` that a block concatenates with its tokens.
+    """Computes the features ``B x (N + 1) x 48`` that a block concatenates to its tokens.
 
     The formula is ``E = [0 ; resample(g(Z))]``. The features of the class token are zero.
     """
@@ -65,9 +65,9 @@ class FeatureReuse(nn.Module):
 
 
 class RelationReuse(nn.Module):
-    """Computes logits that an exit adds to its attention, from the logits of all blocks of the previous exit.
+    """Converts the logits of all blocks in the previous exit to the logits that an exit adds to its attention.
 
-    The logits pass through two 1 x 1 convolutions over blocks and heads.
+    Two 1 x 1 convolutions over blocks and heads transform the logits.
     """
 
     def __init__(self, depth: int, num_heads: int) -> None:
@@ -78,11 +78,11 @@ class RelationReuse(nn.Module):
         self.conv2 = nn.Conv2d(3 * channels, channels, 1)
 
     def hidden(self, relations: Tensor) -> Tensor:
-        """Applies the first convolution to the logits of all blocks, which returns ``B x 3 L H x M x M``."""
+        """Applies the first convolution to the logits of all blocks, and returns ``B x 3 L H x M x M``."""
         return F.gelu(self.conv1(relations))
 
     def added(self, hidden: Tensor, layer: int, source: Grid, target: Grid) -> Tensor:
-        """Returns the logits that are added in one block, ``B x H x (N + 1) x (N + 1)``.
+        """Returns the logits ``B x H x (N + 1) x (N + 1)`` to add in one block.
 
         Computing one block at a time saves memory, because logits on the finer grid are large.
         """

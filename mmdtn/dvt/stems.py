@@ -1,17 +1,17 @@
-"""Stems of exits, which turn images ``B x 3 x H x W`` into tokens ``B x h x w x D``."""
+"""Stems of exits, which convert images ``B x 3 x H x W`` to tokens ``B x h x w x D``."""
 
 from torch import Tensor, nn
 
 from mmdtn.backbones.t2t import SPLITS, Split, TokensToToken, tokens_along
 
-# Replacements of T2T-ViT's first split, which give 7, 10 and 14 tokens along 224 px.
+# Choices for T2T-ViT's first split, which give 7, 10 and 14 tokens along 224 px.
 FIRST_SPLITS: tuple[Split, ...] = ((14, 8, 3), (11, 6, 5), SPLITS[0])
 
 
 def t2t_stem(width: int, grid: int, img_size: int) -> nn.Module:
     """Builds T2T-ViT's token module with performers.
 
-    The first split is chosen so that there are ``grid x grid`` tokens.
+    Chooses a first split that yields ``grid x grid`` tokens.
     """
     choices = {tokens_along(img_size, (first, *SPLITS[1:])): first for first in FIRST_SPLITS}
     if grid not in choices:

@@ -1,4 +1,4 @@
-"""Base class of all normalisers except DTN, and checks of their arguments."""
+"""The base class of all normalisers except DTN, and checks of their arguments."""
 
 import inspect
 import math
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from .lengths import Groups, Lengths, RealTokens
 
-TORCHS_BATCH_AND_INSTANCE_NORMS = nn.modules.batchnorm._NormBase  # torch has no public name for them all
+TORCHS_BATCH_AND_INSTANCE_NORMS = nn.modules.batchnorm._NormBase  # torch has no public name for this base class
 
 
 KINDS: dict[Any, str] = {
@@ -23,13 +23,13 @@ KINDS: dict[Any, str] = {
 
 
 def check_values(norm: type[nn.Module], values: Mapping[str, Any]) -> None:
-    """Raises an error if a value does not have the type that the constructor of the norm declares."""
+    """Raises an error if the type of a value differs from the one that the norm's constructor declares."""
     parameters = inspect.signature(norm).parameters
     for name, value in values.items():
         declared = parameters[name].annotation if name in parameters else None
         kinds = get_args(declared) or (declared,)
         if not all(kind in KINDS for kind in kinds):
-            continue  # the norms check names and sequences themselves
+            continue  # the norms themselves check names and sequences
         expected = ' or '.join(KINDS[kind] for kind in kinds)
         if not any(_is(value, kind) for kind in kinds):
             raise ValueError(f'{name}={value!r}: {norm.__name__} needs {expected}.')
@@ -44,18 +44,18 @@ def _is(value: Any, kind: Any) -> bool:
 
 
 class TokenNorm(nn.Module):
-    """Base class of norms of tokens with channels last: ``B x H x W x C``, ``B x T x C`` or ``B x 1 x (T + 1) x C``.
+    """Base class of norms for tokens with channels last: ``B x H x W x C``, ``B x T x C`` or ``B x 1 x (T + 1) x C``.
 
-    The output has the dtype of the input. A subclass implements :meth:`normalise`, and stores each argument of its
-    constructor in an attribute of the same name.
+    The output has the dtype of the input. A subclass implements :meth:`normalise` and stores every constructor argument
+    in an attribute of the same name.
 
-    ``norm(x, lengths=...)`` normalises a padded batch of sequences ``B x T x C`` as if there was no padding. The
-    lengths are the numbers of real tokens, which come before the padding. The content of the padding affects neither
-    outputs nor gradients, and the output is 0 there. The CPU reads the lengths, so pass a list or a CPU tensor.
+    ``norm(x, lengths=...)`` normalises a padded batch of sequences ``B x T x C`` as if there were no padding. A length
+    is a sequence's number of real tokens, which come before its padding. Padding does not affect real tokens and their
+    gradients, and its output is 0. The CPU reads the lengths, so pass a list or a CPU tensor.
     """
 
     FEWEST_DIMENSIONS = 2
-    repeatable = True  # whether a second forward pass of the same step, as in checkpointing, computes the same
+    repeatable = True  # whether a second forward pass in the same step, as in checkpointing, gives the same result
 
     def __init__(self, num_features: int, eps: float) -> None:
         super().__init__()
@@ -90,7 +90,7 @@ class TokenNorm(nn.Module):
     def normalise_real(self, tokens: Tensor, groups: Groups) -> Tensor:
         """Normalises the real tokens of a batch, ``N x C``.
 
-        A norm of a token, or of the whole batch, does not need to know which sequence a token belongs to.
+        Norms of single tokens or of the whole batch do not need to know which sequence a token belongs to.
         """
         return self.normalise(tokens)
 
@@ -101,7 +101,7 @@ class TokenNorm(nn.Module):
 
 
 def in_full_precision(x: Tensor) -> Tensor:
-    """Converts half precision to float32, because statistics would lose their precision otherwise."""
+    """Converts half precision to float32, because statistics would otherwise lose precision."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 

@@ -19,7 +19,7 @@ class TokenBN(BatchStatisticsNorm):
     def __init__(self, num_features: int, eps: float = 1e-5, momentum: float | None = 0.1) -> None:
         super().__init__(num_features, eps)
         self.momentum = momentum
-        # The batch norm is a submodule, because mmengine's sync_bn would replace a subclass and lose its reshape.
+        # The batch norm is a submodule, because mmengine's sync_bn replaces subclasses without keeping their reshape.
         self.bn = nn.BatchNorm1d(num_features, eps, momentum)
 
     def normalise(self, x: Tensor) -> Tensor:
@@ -58,7 +58,7 @@ class RepBN(TokenBN):
 class PRepBN(RepBN, TaperingNorm):
     """Computes ``rho LN(x) + (1 - rho) RepBN(x)``, where rho falls from 1 to 0 over ``taper_iters`` steps (SLAB).
 
-    Evaluation uses the current rho. The published code evaluates only RepBN from the first step on.
+    Evaluation uses the current rho. The published code always evaluates only RepBN.
 
     Example:
         >>> PRepBN(64, taper_iters=1000)(torch.randn(2, 25, 42, 64)).shape
@@ -76,7 +76,7 @@ class PRepBN(RepBN, TaperingNorm):
     def normalise(self, x: Tensor) -> Tensor:
         rho = self.rho()
         if self.training:
-            self.count = self.count + 1  # not in place, because compiled code recomputes rho in the backward pass
+            self.count = self.count + 1  # not in place: compiled code recomputes rho in the backward pass
         return self.taper(x, super().normalise(x), rho)
 
     def as_affine(self) -> tuple[Tensor, Tensor]:

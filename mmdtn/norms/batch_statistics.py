@@ -10,14 +10,14 @@ from .base import TokenNorm
 
 
 class BatchStatisticsNorm(TokenNorm):
-    """Norm that updates running statistics in training. Evaluation mode and ``norm_eval`` freeze them."""
+    """Norm with running statistics that training updates. Evaluation mode and ``norm_eval`` freeze the statistics."""
 
 
 class MovingAverageNorm(BatchStatisticsNorm):
-    """Norm that normalises by statistics of earlier batches and keeps moving averages of gradients.
+    """Norm that uses the statistics of earlier batches, and keeps moving averages of gradients.
 
-    The forward and the backward pass of a training step both change the state, so activation checkpointing is not
-    possible. ``torch.compile`` does not compile the training step, which needs ``fullgraph=False``, the default.
+    The forward and backward passes of a training step change the state, so activation checkpointing is not possible.
+    ``torch.compile`` skips the training step, so ``fullgraph`` must be False, the default.
     """
 
     repeatable = False
@@ -32,7 +32,7 @@ class MovingAverageNorm(BatchStatisticsNorm):
 
 
 def start_new_task(model: nn.Module) -> None:
-    """Resets the step counters of a model that starts from other weights, so that its norms warm up on the new data."""
+    """Resets the step counters of a model with pretrained weights, so that its norms warm up on the new data."""
     for module in model.modules():
         if isinstance(module, MovingAverageNorm):
             module.count.zero_()
@@ -41,7 +41,7 @@ def start_new_task(model: nn.Module) -> None:
 class TaperingNorm(BatchStatisticsNorm):
     """Norm that computes ``rho LN(x) + (1 - rho) y``, where rho falls from 1 to 0 over ``taper_iters`` steps.
 
-    ``count`` is the number of training steps so far. Evaluation uses the current rho.
+    ``count`` is the number of completed training steps. Evaluation uses the current rho.
     """
 
     count: Tensor
@@ -69,7 +69,7 @@ class TaperingNorm(BatchStatisticsNorm):
 
 
 def batch_mean(sums: Tensor, count: int, sync: bool) -> Tensor:
-    """Divides sums over tokens by the number of tokens. With ``sync``, averages over all processes.
+    """Divides sums over tokens by the number of tokens. With ``sync``, the average covers all processes.
 
     The processes may have different numbers of tokens. The result is differentiable.
     """
@@ -85,7 +85,7 @@ def _sum_of_processes(x: Tensor) -> Tensor:
 
 
 class _Sum(torch.autograd.Function):
-    """Differentiable sum over processes. torch.distributed has no public one."""
+    """Differentiable sum over processes, for which torch.distributed has no public function."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
-"""Builds norms from a ``norm_cfg`` and their place in a model.
+"""Builds norms from a ``norm_cfg`` and from their place in a model.
 
-``type='DTN'``, ``type='mmengine.DTN'`` and ``type=DTN`` select the same class. A norm class lists in ``FROM_PLACE`` the
-fields of :class:`Place` that become its arguments, unless the ``norm_cfg`` sets them.
+``type='DTN'``, ``type='mmengine.DTN'`` and ``type=DTN`` select the same class. In a norm class, ``FROM_PLACE`` lists
+the fields of :class:`Place` that become arguments, unless the ``norm_cfg`` sets them.
 """
 
 from typing import Any, NamedTuple
@@ -16,7 +16,7 @@ from .dtn import DTN
 from .image import TokenGN, TokenIN
 from .layer import LayerNorm
 
-# MM packages register channels-first classes under the first three names. Fusing replaces a norm by Identity.
+# MM packages register channels-first classes under the first three names. Fusion replaces a norm by Identity.
 SIBLINGS: dict[str, type[nn.Module]] = {'BN': TokenBN, 'IN': TokenIN, 'GN': TokenGN, 'Identity': nn.Identity}
 CHANNELS_FIRST = (
     TORCHS_BATCH_AND_INSTANCE_NORMS,
@@ -34,7 +34,7 @@ class Place(NamedTuple):
 
     @property
     def num_groups(self) -> int:
-        """The number of heads, under the name that GroupNorm uses."""
+        """GroupNorm's name for the number of heads."""
         return self.num_heads
 
 
@@ -80,12 +80,12 @@ def _without_retired(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _takes_channels_last(norm: nn.Module, channels: int) -> bool:
-    """Runs the norm on a row of three tokens. On a square map, a norm of another dimension would not fail."""
+    """Runs the norm on a row of three tokens. With a square map, a norm of a different dimension would not fail."""
     tokens, training = torch.zeros(1, 1, 3, channels), norm.training
     try:
         with torch.no_grad():
             return norm.eval()(tokens).shape == tokens.shape
-    except Exception:  # norms of other packages may raise any error
+    except Exception:  # other packages' norms may raise any error
         return False
     finally:
         norm.train(training)
@@ -114,7 +114,7 @@ def norm_class(cfg: dict[str, Any]) -> type[nn.Module]:
         kind = found
     if kind is nn.LayerNorm:
         return LayerNorm
-    # A subclass with a forward of its own may take channels last.
+    # A subclass with its own forward may take channels last.
     if issubclass(kind, CHANNELS_FIRST) and kind.forward.__module__.startswith('torch.'):
         raise _channels_first(cfg, kind)
     return kind

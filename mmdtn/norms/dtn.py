@@ -17,46 +17,45 @@ from .lengths import Lengths, RealTokens, for_each_length
 
 POSITIONS = ('learned', 'uniform', 'identity')
 POSITION_INITS = ('local', 'line', 'trunc_normal')
-MANY_PREFIX_TOKENS = 16  # no published model has more, so a larger difference means that the grid is wrong
+MANY_PREFIX_TOKENS = 16  # no published model has more, so a larger number means a wrong grid
 
 
 @MODELS.register_module()
 class DTN(nn.Module):
-    r"""Normalises each token with a mixture of its own statistics and those of its neighbourhood.
+    r"""Normalises each token with a mixture of its own statistics and its neighbourhood's statistics.
 
-    ``x^k`` are the channels of head k. The layer computes (Section 3 of the paper)::
+    ``x^k`` denotes the channels of head k. The layer computes (Section 3 of the paper)::
 
         y     = weight * (x^k - mu^k) / sqrt(var^k + eps) + bias
         mu^k  = lambda_mean^k * mean(x) + (1 - lambda_mean^k) * P^k x^k
         var^k = lambda_var^k * var(x) + (1 - lambda_var^k) * (P^k (x^k)^2 - (P^k x^k)^2)
         P^k   = softmax_j(a_1 (dx^2 + dy^2) + a_2 dx + a_3 dy)
 
-    ``mean(x)`` and ``var(x)`` are those of LayerNorm. ``(dx, dy)`` is the offset from a token to its neighbour, in
-    tokens or, with pooling, in cells. The grid may have any size, and its size may change from call to call.
+    ``mean(x)`` and ``var(x)`` are the statistics of LayerNorm. ``(dx, dy)`` is the offset from a token to its
+    neighbour, measured in tokens or, with pooling, in cells. The grid may have any size, even a new one in each call.
 
     Args:
         num_features: Channels, C.
         num_heads: Number of heads, K. Each head has its own lambdas and its own neighbourhood.
-        pool_size: Side length of the cells. The tokens of a cell share the statistics of a neighbourhood.
-        eps: Added to the variance, and to the mean square of ``prenorm``.
-        affine: Whether to learn ``weight`` and ``bias``.
-        prenorm: Whether to divide each head of each token by its root mean square first, as the published models do.
+        pool_size: Side length of the cells. All tokens of a cell share the same neighbourhood statistics. eps: Added to
+        the variance and to the mean square of ``prenorm``. affine: Whether to learn ``weight`` and ``bias``. prenorm:
+        Whether to first divide each head of each token by its root mean square, as in the published models.
         mean_lambda: Fixed value of lambda_mean. 1 uses LayerNorm's mean. None learns lambda_mean, starting from 1/2.
-        var_lambda: Fixed value of lambda_var, or None to learn it.
-        position: ``'learned'`` learns the coefficients of P. ``'uniform'`` and ``'identity'`` fix P.
-        position_init: Initial coefficients of P. ``'local'`` follows Eq. 7. ``'line'`` puts the heads of Eq. 7 side by
+        var_lambda: Fixed value of lambda_var, or None to learn it. position: ``'learned'`` learns the coefficients of
+        P. ``'uniform'`` and ``'identity'`` fix P. position_init: Initial coefficients of P. ``'local'`` follows Eq. 7.
+        ``'line'`` puts the heads of Eq. 7 side by
             side on a line, for sequences. ``'trunc_normal'`` is random.
-        unbiased: Whether to divide LayerNorm's variance by C - 1, as the published code does.
-        pool_second_moment: Whether to include the variance within a cell. The published code does not.
+        unbiased: Whether to divide LayerNorm's variance by C - 1, as in the published code. pool_second_moment: Whether
+        to include the variance within a cell, which the published code omits.
 
     Shapes:
         The input is ``B x H x W x C``, or ``B x (p + H W) x C`` with ``hw_shape=(H, W)`` and ``num_prefix_tokens=p``.
         The output has the same shape. The first p tokens, such as a class token, have no position on the grid. P
-        ignores them, and they are normalised with both lambdas equal to 1. With ``prenorm=False`` that is LayerNorm.
+        ignores these tokens, and their lambdas are 1, which means LayerNorm if ``prenorm=False``.
 
-        With ``lengths`` the input is a padded batch of sequences ``B x T x C``, whose tokens lie on a line. The lengths
-        are the numbers of real tokens, which come before the padding. The padding affects neither outputs nor
-        gradients, and the output is 0 there.
+        With ``lengths``, the input is a padded batch of sequences ``B x T x C``, whose tokens lie on a line. A length
+        is a sequence's number of real tokens, which come before its padding. Padding does not affect real tokens and
+        their gradients, and its output is 0.
 
     Example:
         >>> layer = DTN(64, num_heads=4, pool_size=2)
@@ -108,7 +107,7 @@ class DTN(nn.Module):
         )
         _check_arguments(num_features, **self.options)
         check_values(DTN, self.options)
-        self.eps = eps  # torch's own transformer layers read this attribute of their norms
+        self.eps = eps  # torch's transformer layers read this attribute of their norms
         self.settings = Settings(pool_size, eps, prenorm, unbiased, pool_second_moment, position == 'identity')
         self.prefix_settings = self.settings._replace(pool_size=1, identity=True)
 
@@ -125,7 +124,7 @@ class DTN(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Initialises the affine part as LayerNorm does, the lambdas with 1/2, and P as ``position_init`` says."""
+        """Initialises the affine part like LayerNorm, the lambdas to 1/2, and P according to ``position_init``."""
         if self.weight is not None and self.bias is not None:
             nn.init.ones_(self.weight)
             nn.init.zeros_(self.bias)
@@ -136,13 +135,13 @@ class DTN(nn.Module):
             start_position(self.position, self.position_init)
 
     def _apply(self, *args: Any, **kwargs: Any) -> 'DTN':
-        # torch has no public hook for a move to another device; torch.nn.RNNBase overrides this method as well.
+        # torch has no public hook for moves between devices, so torch.nn.RNNBase also overrides this method.
         super()._apply(*args, **kwargs)
         self._check_kernels()
         return self
 
     def _check_kernels(self) -> None:
-        """Checks the GPU kernels now, so that the check does not run within a training step."""
+        """Checks the GPU kernels now, so that the check does not run during a training step."""
         for parameter in self.parameters(recurse=False):
             if type(parameter) is nn.Parameter:  # but not a fake tensor
                 prepare(parameter.device)
@@ -157,13 +156,13 @@ class DTN(nn.Module):
     ) -> Tensor:
         """Normalises ``x``; see Shapes above.
 
-        ``feeds_autocast`` says that all layers after this norm run in half precision under autocast, as ``nn.Linear``
-        does. The norm then returns half precision directly. The values are the ones that autocast would cast the output
-        to, but this saves a pass over memory.
+        ``feeds_autocast`` tells the norm that autocast runs all layers after it in half precision, like ``nn.Linear``.
+        The norm then returns half precision itself. Autocast would yield the same values, but with another pass over
+        memory.
         """
         _check_input(x, hw_shape, num_prefix_tokens, self.num_features, lengths is not None)
         dtype = _autocast_dtype(x) if feeds_autocast else None
-        # Statistics need at least float32. The dtype of the parameters determines the dtype of the statistics.
+        # Statistics need at least float32, and have the dtype to which the parameters are converted here.
         like = x.new_empty(0, dtype=torch.promote_types(x.dtype, torch.float32))
         C, K = self.num_features, self.num_heads
         parameters = (
@@ -212,7 +211,7 @@ class DTN2d(DTN):
 
 
 def _autocast_dtype(x: Tensor) -> torch.dtype | None:
-    """Returns the dtype to which autocast casts the input ``x`` of a linear layer, or None if it does not cast."""
+    """Returns the dtype to which autocast converts the input ``x`` of a linear layer, or None without autocast."""
     device = x.device.type
     if x.dtype == torch.float64 or not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
         return None
@@ -222,13 +221,13 @@ def _autocast_dtype(x: Tensor) -> torch.dtype | None:
 def _lambda(mix: Tensor | None, fixed: float | None, like: Tensor, num_heads: int) -> Tensor:
     if mix is not None:
         return mix.to(like).sigmoid()
-    assert fixed is not None  # without a fixed value there is a mix
+    assert fixed is not None  # without a fixed value, there is a mix
     return like.new_full((num_heads,), fixed)
 
 
 @torch.no_grad()
 def start_position(position: Tensor, init: str) -> None:
-    """Initialises the coefficients of ``dx^2 + dy^2``, ``dx`` and ``dy``, ``K x 3``."""
+    """Initialises the ``K x 3`` coefficients of ``dx^2 + dy^2``, ``dx`` and ``dy``."""
     trunc_normal_(position, std=0.02)
     if init == 'local':
         start = torch.tensor(local_start(len(position)))
@@ -238,7 +237,7 @@ def start_position(position: Tensor, init: str) -> None:
 
 
 def mix_of(share: float) -> float:
-    """Returns the value of ``mean_mix`` or ``var_mix`` for a lambda. For 1 it is 20, whose sigmoid is 1 in float32."""
+    """Returns the logit of a lambda, for ``mean_mix`` or ``var_mix``. For 1 it is 20, whose sigmoid is 1 in float32."""
     if not isinstance(share, int | float) or isinstance(share, bool) or not 0 <= share <= 1:
         raise ValueError(
             f'warm_start={share!r}: the initial value of both lambdas should be a number from 0 to 1, such as 0.999.'
@@ -248,14 +247,14 @@ def mix_of(share: float) -> float:
 
 
 def local_start(num_heads: int) -> list[list[float]]:
-    """Returns Eq. 7 of the paper: the largest square number of heads, each at one place around the token."""
+    """Returns Eq. 7 of the paper. The largest possible square number of heads look at places around the token."""
     side = math.isqrt(num_heads)
     offsets = [i - (side - 1) / 2 for i in range(side)]
     return [[-1.0, 2 * dx, 2 * dy] for dx, dy in itertools.product(offsets, offsets)]
 
 
 def line_start(num_heads: int) -> list[list[float]]:
-    """Returns Eq. 7 of the paper on a line: each head looks at one of K neighbouring places, centred on the token."""
+    """Returns Eq. 7 of the paper for a line. The K heads look at adjacent places centred on the token."""
     return [[-1.0, 2 * (k - (num_heads - 1) / 2), 0.0] for k in range(num_heads)]
 
 

@@ -1,4 +1,4 @@
-"""FeatureNorm, a learned mixture of several normalisations that is one affine map at inference."""
+"""FeatureNorm, a learned mixture of several normalisations that becomes a single affine map at inference."""
 
 from collections.abc import Sequence
 
@@ -12,7 +12,7 @@ from .base import check_groups, in_full_precision
 from .batch_statistics import TaperingNorm, batch_mean
 
 BRANCHES = ('zscore', 'minmax', 'identity')
-FIRST_LEAD = 2.0  # initial logit of the first branch, which gives it 79 percent among three branches
+FIRST_LEAD = 2.0  # initial logit of the first branch, whose share among three branches is then 79 percent
 
 
 @MODELS.register_module()
@@ -22,11 +22,11 @@ class FeatureNorm(TaperingNorm):
         y = weight * (w1 z + w2 f + w3 x) + bias      w = softmax(mix), one row for each head's channels
         z = (x - mean) / sqrt(var + eps)              f = 2 (x - min) / (max - min + eps) - 1
 
-    Evaluation uses running statistics, so all branches together are an affine map. :meth:`as_affine` returns it.
+    Evaluation uses running statistics, so all branches together are an affine map, which :meth:`as_affine` returns.
 
-    The idea, a dynamic learnable feature normalization with re-parameterisation, was published without formulas. The
-    formulas above are this project's interpretation. As in BatchNorm, gradients flow through the mean and the variance.
-    They do not flow through the minimum and the maximum, where a single token would get the gradients of all tokens.
+    The formulas are this project's interpretation of a dynamic learnable feature normalization with
+    re-parameterisation, which was published without formulas. As in BatchNorm, gradients flow through the mean and the
+    variance. No gradients flow through the minimum and maximum, where one token would receive all of them.
 
     Args:
         num_features: Channels, C.
@@ -102,7 +102,7 @@ class FeatureNorm(TaperingNorm):
     def _from_low(self, mean: Tensor, var: Tensor, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
         """Returns ``(slope, level)`` such that ``y = slope (x - low) + level``. ``mean`` is the mean of ``x - low``.
 
-        This form keeps its precision in channels with a small range far from zero.
+        This form stays precise in channels with a small range far from zero.
         """
         of_std, of_range = (var + self.eps).rsqrt(), 2 / (high - low + self.eps)
         branches = dict(
@@ -128,9 +128,9 @@ class FeatureNorm(TaperingNorm):
             low, high = _of_all_processes(low, high)
         above = x - low
         mean = batch_mean(above.flatten(0, -2).sum(0), tokens, self.sync)
-        # The loss function saves its inputs for the backward pass, but not their difference.
+        # For the backward pass, the loss function saves its inputs but not their difference.
         squares = F.mse_loss(above, mean.detach().expand_as(above), reduction='none').flatten(0, -2).sum(0)
-        # Each process adds a 1. The mean of these over all tokens gives the number of tokens.
+        # Each process adds a 1. The mean of the ones over all tokens yields the number of tokens.
         var, inverse = batch_mean(torch.cat((squares, x.new_ones(1))), tokens, self.sync).split((self.num_features, 1))
         self._remember(mean + low, var, low, high, processes / inverse)
         slope, level = self._from_low(mean, var, low, high)
@@ -138,13 +138,13 @@ class FeatureNorm(TaperingNorm):
 
     @torch.no_grad()
     def _remember(self, mean: Tensor, var: Tensor, low: Tensor, high: Tensor, tokens: Tensor) -> None:
-        finite = (mean + var).isfinite().all()  # an overflow would remain in the averages forever
+        finite = (mean + var).isfinite().all()  # an overflow would stay in the averages forever
         usual = mean.new_tensor(self.momentum)
         of_range = torch.where(self.count == 0, torch.ones_like(usual), usual)
         new = mean, var * (tokens / (tokens - 1)), low, high
         for running, value, share in zip(self._running(), new, (usual, usual, of_range, of_range), strict=True):
             running.copy_(torch.where(finite, running.to(value).lerp(value, share), running.to(value)))
-        self.count = self.count + finite  # not in place, because compiled code recomputes rho in the backward pass
+        self.count = self.count + finite  # not in place: compiled code recomputes rho in the backward pass
 
 
 @torch.compiler.disable

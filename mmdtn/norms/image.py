@@ -1,4 +1,4 @@
-"""Instance and group normalisation of tokens, which use the statistics of one image."""
+"""Instance and group normalisation of tokens, based on the statistics of one image."""
 
 import torch
 import torch.nn.functional as F
@@ -35,11 +35,11 @@ class TokenIN(TokenNorm):
         bias, eps = self.bias, self.eps
         if self.unbiased:
             check_more_than_one(T)
-            # With s = (T - 1) / T: var / s + eps = (var + s eps) / s.
+            # For s = (T - 1) / T, the identity var / s + eps = (var + s eps) / s holds.
             share = (T - 1) / T
             weight, eps = weight * share**0.5, eps * share
-        # A batch norm of B C channels needs no transposed copy, unlike F.instance_norm. torch.batch_norm also accepts
-        # an image with a single token, unlike F.batch_norm.
+        # Unlike F.instance_norm, a batch norm of B C channels needs no transposed copy. Unlike F.batch_norm,
+        # torch.batch_norm accepts an image with a single token.
         columns, cudnn = tokens.reshape(T, B * C), torch.backends.cudnn.enabled
         y = torch.batch_norm(columns, weight.repeat(B), bias.repeat(B), None, None, True, 0.0, eps, cudnn)
         return y.view(T, B, C).transpose(0, 1).contiguous().view(x.shape)
@@ -50,7 +50,7 @@ class TokenIN(TokenNorm):
 
 @MODELS.register_module()
 class TokenGN(TokenNorm):
-    """GroupNorm over the tokens of an image, by default with a group for each head.
+    """GroupNorm over the tokens of an image. By default, each head is a group.
 
     ``norm_cfg=dict(type='GN')`` selects it.
 
@@ -70,7 +70,7 @@ class TokenGN(TokenNorm):
         self.bias = nn.Parameter(torch.zeros(num_features))
 
     def normalise(self, x: Tensor) -> Tensor:
-        # As a map in channels-last format, the tokens need not be transposed.
+        # A map in channels-last format makes transposing the tokens unnecessary.
         image = x.flatten(1, -2)[:, None].permute(0, 3, 1, 2)
         y = F.group_norm(image, self.num_groups, self.weight, self.bias, self.eps)
         return y.permute(0, 2, 3, 1).reshape(x.shape)

@@ -1,4 +1,4 @@
-"""LayerNorm with the arguments that all norms of this package take."""
+"""LayerNorm with the arguments that all norms of this package accept."""
 
 from torch import Tensor, nn
 

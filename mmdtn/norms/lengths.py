@@ -5,14 +5,14 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-Lengths = Sequence[int] | Tensor  # number of real tokens of each sequence, which come before the padding
-Groups = list[tuple[int, int]]  # for each length, the number of sequences that have it, and the length
+Lengths = Sequence[int] | Tensor  # number of real tokens in each sequence, which come before the padding
+Groups = list[tuple[int, int]]  # pairs of a number of sequences and their common length
 
 
 class RealTokens:
-    """Gathers the real tokens of ``x``, ``B x T x C``, as ``N x C``. Sequences of equal length are adjacent.
+    """Gathers the real tokens of ``x`` from ``B x T x C`` to ``N x C``. Sequences of equal length are adjacent.
 
-    The CPU computes the indices from the lengths, so it need not wait for a GPU to know the number of tokens.
+    The CPU computes the indices from the lengths, so it knows the number of tokens without waiting for a GPU.
     """
 
     def __init__(self, x: Tensor, lengths: Lengths) -> None:
@@ -31,17 +31,17 @@ class RealTokens:
         self.tokens = x.flatten(0, 1).index_select(0, self.index)
 
     def put_back(self, tokens: Tensor) -> Tensor:
-        """Returns ``N x C`` as ``B x T x C``, with zeros for the padding."""
+        """Converts ``N x C`` back to ``B x T x C``, with zeros as padding."""
         B, T, C = self.shape
         return tokens.new_zeros(B * T, C).index_copy(0, self.index, tokens).view(B, T, C)
 
 
 def by_length(tokens: Tensor, groups: Groups) -> list[Tensor]:
-    """Splits ``N x C`` into a tensor ``k x n x C`` for each length n and the k sequences of this length."""
+    """Splits ``N x C`` by length. The k sequences of length n form a tensor ``k x n x C``."""
     parts = tokens.split([k * n for k, n in groups])
     return [part.unflatten(0, group) for part, group in zip(parts, groups, strict=True)]
 
 
 def for_each_length(normalise: Callable[[Tensor], Tensor], tokens: Tensor, groups: Groups) -> Tensor:
-    """Applies ``normalise`` to the ``k x n x C`` of each length, and returns ``N x C``."""
+    """Applies ``normalise`` to the sequences of each length, ``k x n x C``, and returns ``N x C``."""
     return torch.cat([normalise(part).flatten(0, 1) for part in by_length(tokens, groups)])

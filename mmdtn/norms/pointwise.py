@@ -11,7 +11,7 @@ from .base import TokenNorm, in_full_precision
 class DyT(TokenNorm):
     """Computes ``weight tanh(alpha x) + bias``. The scalar ``alpha`` is learned and starts at 1/2 (arXiv 2503.10622).
 
-    ``eps`` has no effect. It is accepted because builders of MM packages pass it.
+    ``eps`` has no effect, but builders of MM packages pass it.
 
     Example:
         >>> DyT(64)(torch.randn(2, 25, 42, 64)).shape

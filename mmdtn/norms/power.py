@@ -1,4 +1,4 @@
-"""PowerNorm (Shen et al., arXiv 2003.07845) in the form that the DTN authors use."""
+"""PowerNorm (Shen et al., arXiv 2003.07845) as the DTN authors use it."""
 
 from typing import Any
 
@@ -13,9 +13,9 @@ from .batch_statistics import MovingAverageNorm, batch_mean
 
 @MODELS.register_module()
 class PowerNorm(MovingAverageNorm):
-    r"""Divides groups of channels by their root mean square, then channels by that of recent batches.
+    r"""Divides each channel group by its root mean square, and then each channel by that of recent batches.
 
-    ``u`` is a token whose groups are divided. ``phi_B`` is the mean of ``u^2`` over all tokens of the batch. Training
+    ``u`` is a token after the first division. ``phi_B`` is the mean of ``u^2`` over all tokens of the batch. Training
     step t computes::
 
         y = weight * z + bias       z = u / sqrt((phi_B if t <= warm-up else phi) + eps)
@@ -25,8 +25,8 @@ class PowerNorm(MovingAverageNorm):
         d = dy * weight - (1 - alpha_bwd) nu z
         du = d / sqrt(q + eps)      nu <- nu + mean(d z)
 
-    ``dy``, ``d`` and ``du`` are gradients. They are not the exact gradients of the forward pass, because that depends
-    on earlier batches. ``nu`` approximates the influence of these.
+    ``dy``, ``d`` and ``du`` are gradients. The forward pass also depends on earlier batches, so these gradients are not
+    exact. ``nu`` approximates the influence of earlier batches.
 
     Args:
         num_features: Channels, C.
@@ -87,7 +87,7 @@ class PowerNorm(MovingAverageNorm):
             phi = self.alpha_fwd * phi + (1 - self.alpha_fwd) * of_batch
             self.phi.copy_(phi)
             q = torch.where(t < self.warmup_iters, of_batch, phi) if self.q == 'running' else of_batch
-            # These are copies. With gradient accumulation, the buffers change before the backward pass.
+            # The scales are copies, because the buffers change before the backward pass under gradient accumulation.
             scales = (p + self.eps).rsqrt(), (q + self.eps).rsqrt(), of_batch
         return _Power.apply(x, self.weight.to(x), self.bias.to(x), u, inverse, *scales, self)
 
@@ -122,11 +122,11 @@ class _Power(torch.autograd.Function):
 
 
 def inverse_rms(x: Tensor, num_groups: int, eps: float) -> Tensor:
-    """Returns the inverse root mean square of each group of each token, ``... x G x 1``."""
+    """Returns the inverse root mean square of each group in each token, of shape ``... x G x 1``."""
     groups = x.unflatten(-1, (num_groups, -1))
     return (torch.linalg.vector_norm(groups, dim=-1, keepdim=True).square() / groups.shape[-1] + eps).rsqrt()
 
 
 def by_group(x: Tensor, factor: Tensor) -> Tensor:
-    """Multiplies each group of ``x`` by its factor, ``... x G x 1``."""
+    """Multiplies each group of ``x`` by its own factor. The factors have the shape ``... x G x 1``."""
     return (x.unflatten(-1, (factor.shape[-2], -1)) * factor).flatten(-2)

@@ -30,7 +30,7 @@ class RMSNorm(TokenNorm):
 class ScaleNorm(TokenNorm):
     """Computes ``weight x / max(|x|, eps)``, where ``|x|`` is the length of a token (arXiv 1910.05895).
 
-    The weight starts at sqrt(C). The paper learns a single scale. With ``per_channel`` each channel has its own scale,
+    The weight starts at sqrt(C). The paper learns a single scale. With ``per_channel``, each channel has its own scale,
     as in the DTN authors' baseline.
 
     Example:

@@ -68,7 +68,7 @@ class SN(BatchStatisticsNorm):
         return torch.cat([part.flatten(0, 1) for part in parts])
 
     def _normalise_parts(self, parts: list[Tensor]) -> list[Tensor]:
-        """Normalises a batch that is split into parts ``B x T x C``. Each part may have another T."""
+        """Normalises a batch that is split into parts ``B x T x C``. T may differ between parts."""
         moments = [_moments(tokens, 1) for tokens in parts]
         if self.unbiased:
             for tokens in parts:
@@ -90,7 +90,7 @@ class SN(BatchStatisticsNorm):
         return torch.addcmul(self.bias.to(tokens), (tokens - mu) * scale, self.weight.to(tokens))
 
     def _of_batch(self, moments: list[tuple[Tensor, Tensor]], lengths: list[int]) -> tuple[Tensor, Tensor]:
-        """Returns the statistics of the batch, from the moments and the numbers of tokens of its images."""
+        """Computes the statistics of the batch from its images' moments and numbers of tokens."""
         if not self.training:
             like = moments[0][0]
             return self.running_mean.to(like), self.running_var.to(like)
@@ -106,12 +106,12 @@ class SN(BatchStatisticsNorm):
 
 
 def _moments(x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
-    # torch.var_mean takes six times as long on CPUs. The mean is detached, as its gradient through a variance is zero.
+    # torch.var_mean takes six times as long on CPUs. The gradient through the mean is zero, so the mean is detached.
     mean = x.mean(dim, keepdim=True)
     return mean, (x - mean.detach()).square().mean(dim, keepdim=True)
 
 
 def _pooled(mean: Tensor, var: Tensor, dim: int) -> tuple[Tensor, Tensor]:
-    """Returns the mean and variance of the union of equally large sets with the given means and variances."""
+    """Returns the mean and variance of the union of equally large sets, given each set's mean and variance."""
     pooled = mean.mean(dim, keepdim=True)
     return pooled, (var + (mean - pooled).square()).mean(dim, keepdim=True)

@@ -13,10 +13,10 @@ from .batch_statistics import MovingAverageNorm, batch_mean
 
 @MODELS.register_module()
 class UN(MovingAverageNorm):
-    r"""Divides each channel by its root mean square over the last batches. Evaluation is an affine map.
+    r"""Divides each channel by its root mean square over recent batches. Evaluation is an affine map.
 
     ``v`` is the mean square of each channel over all tokens of the batch. ``V`` is the variance of all square roots in
-    the window before ``v`` enters the window. Training step t computes::
+    the window before ``v`` enters it. Training step t computes::
 
         an outlier, from step warm-up on: mean(window) - geometric_mean(window) > M V in any channel
             phi takes the place of v in the window; skipped += 1
@@ -30,8 +30,8 @@ class UN(MovingAverageNorm):
         psi <- m psi + (1 - m) k
         dx = (h - z (k for an outlier, otherwise psi)) / sqrt(s + eps);  dweight = sum(dy r z)
 
-    As in the published code, but not in the paper, ``V`` is the variance over all channels together. Otherwise no batch
-    would ever be an outlier. If the channels are alike, most batches are outliers. ``skipped`` counts them.
+    As in the published code, but not in the paper, ``V`` is the variance over all channels together. With one ``V`` per
+    channel, no batch would be an outlier. If channels are alike, most batches are. ``skipped`` counts outliers.
 
     Args:
         num_features: Channels, C.
@@ -99,7 +99,7 @@ class UN(MovingAverageNorm):
         with torch.no_grad():
             v = batch_mean(x.square().flatten(0, -2).sum(0), x[..., 0].numel(), self.sync)
             self.count += 1
-            t = self.count.clone()  # with gradient accumulation, the count changes before the backward pass
+            t = self.count.clone()  # gradient accumulation changes the count before the backward pass
             phi, skip = self.phi.to(x), self._enters_window(v, t)
             own = (t <= self.window) | (t < self.warmup_iters) | skip
             s = torch.where(own, v, self.squares.to(x).log().mean(0).exp())
@@ -138,7 +138,7 @@ class _Unified(torch.autograd.Function):
         to_weight = product.flatten(0, -2).sum(0) * (r * scale)
         a = weight * batch_mean(to_weight, g[..., 0].numel(), norm.sync)
         psi, row = norm.psi.to(x), (t % norm.grad_window)[None]
-        finite = a.isfinite().all()  # an overflow would remain in the averages forever
+        finite = a.isfinite().all()  # an overflow would stay in the averages forever
         entry = torch.where(finite, torch.where(skip, psi, a).to(norm.grads), norm.grads.index_select(0, row))
         norm.grads.index_copy_(0, row, entry)
         own = (t <= norm.grad_window) | (t < norm.warmup_iters) | skip

@@ -1,11 +1,11 @@
-"""The DTN operator: chooses the back end for a device, and connects it with autograd and compilers.
+"""The DTN operator, which chooses the back end for a device and connects it to autograd and compilers.
 
-The back ends are ``dtn_triton`` on GPUs and ``dtn_cpu`` on CPUs. ``reference`` computes everything else.
+GPUs use the back end ``dtn_triton`` and CPUs use ``dtn_cpu``. ``reference`` covers all other cases.
 
 Plain tensors go through an ``autograd.Function`` that calls the back end. Compilers, fake tensors and dispatch modes
-use the custom operators ``mmdtn::dtn`` and ``mmdtn::dtn_backward``. Both ways compute the same, but the operators take
-more time on the host. torch.compile cannot trace into custom operators, so it saves only their inputs and outputs for
-the backward pass.
+use the custom operators ``mmdtn::dtn`` and ``mmdtn::dtn_backward``. The results are the same, but custom operators take
+more time on the host. Because torch.compile cannot trace into them, it saves only their inputs and outputs for the
+backward pass.
 """
 
 import functools
@@ -26,7 +26,7 @@ NUM_TENSORS, NUM_SETTINGS = len(Tensors._fields), len(Settings._fields)
 
 
 def dtn(t: Tensors, s: Settings, dtype: torch.dtype | None = None) -> Tensor:
-    """Normalises ``t.x``, ``B x H x W x C``. Without ``dtype`` the result has the dtype that LayerNorm would give."""
+    """Normalises ``t.x``, ``B x H x W x C``. The default ``dtype`` is that of LayerNorm's output."""
     dtype = _dtype_of_layernorm(t.x) if dtype is None else dtype
     if _wants_plain_torch(t.x):
         with _exact_products(t.x.device.type):
@@ -34,7 +34,7 @@ def dtn(t: Tensors, s: Settings, dtype: torch.dtype | None = None) -> Tensor:
     plain = type(t.x) in (Tensor, torch.nn.Parameter) and not is_in_torch_dispatch_mode()
     if not plain or torch.compiler.is_compiling():
         return _dtn(*t, dtype, *s)[0]
-    _back_end(t.x)  # the processes of a run agree on it here, because gradient mode is off inside a Function
+    _back_end(t.x)  # processes must agree on the back end here, because gradient mode is off inside a Function
     return _Eager.apply(*t, dtype, *s)[0]
 
 
@@ -56,7 +56,7 @@ def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
 
 
 def _backward(grad: Tensor, *arguments: Any) -> Tensors:
-    """Returns the gradients of x and of the parameters."""
+    """Returns the gradients of x and the parameters."""
     t, kept, s = _contiguous(arguments[:NUM_TENSORS]), arguments[NUM_TENSORS], Settings(*arguments[NUM_TENSORS + 1 :])
     if (back_end := _back_end(t.x)) is not None:
         return back_end.backward(grad.contiguous(), t, kept, s)
@@ -132,7 +132,7 @@ def _differentiate(backward: Callable, ctx: Any, grad: Tensor | None, _: None) -
     no_others = (None,) * (1 + NUM_SETTINGS)
     if grad is None:
         return *(None,) * NUM_TENSORS, *no_others
-    if torch.is_grad_enabled():  # create_graph=True: the gradients themselves will be differentiated
+    if torch.is_grad_enabled():  # create_graph=True, so the gradients may be differentiated
         t = Tensors(*ctx.saved_tensors[:NUM_TENSORS])
         return *_reference_gradients(grad, t, ctx.settings), *no_others
     return *backward(grad, *ctx.saved_tensors, *ctx.settings), *no_others
@@ -161,7 +161,7 @@ def _contiguous(tensors: Any) -> Tensors:
 
 
 def _back_end(x: Tensor) -> ModuleType | None:
-    """Returns the back end for ``x``, or None for the reference. Nothing else makes this choice."""
+    """Returns the back end for ``x``, or None for the reference. Only this function makes the choice."""
     if os.environ.get('MMDTN_BACKEND') == 'reference' or x.dtype == torch.float64 or x.numel() == 0:
         return None
     if x.device.type == dtn_triton.DEVICE:
@@ -170,7 +170,7 @@ def _back_end(x: Tensor) -> ModuleType | None:
 
 
 def _empty_kept(t: Tensors, s: Settings) -> Tensor:
-    """Returns an empty tensor of the size that the back end of the device saves. Compilers need to know that size."""
+    """Returns an empty tensor as large as the one that the device's back end saves. Compilers need its size."""
     size: Any = 0
     if t.x.device.type == dtn_triton.DEVICE:
         size = dtn_triton.kept_size(t.x.shape, len(t.position), s)
@@ -180,21 +180,21 @@ def _empty_kept(t: Tensors, s: Settings) -> Tensor:
 
 
 def is_exporting() -> bool:
-    """Returns whether torch.export is running. Up to torch 2.9, torch's own function is also true in torch.compile."""
+    """Returns whether torch.export is running. Up to torch 2.9, torch's function also returns True in torch.compile."""
     return torch.compiler.is_compiling() and not torch.compiler.is_dynamo_compiling()
 
 
 def _wants_plain_torch(x: Tensor) -> bool:
-    """Returns whether the model is traced, exported or run by torch.func, none of which support custom operators."""
+    """Returns whether tracing, export or torch.func is running, none of which supports custom operators."""
     if torch.compiler.is_compiling():
         return is_exporting()
-    # torch has no public function that says whether torch.func is running.
+    # torch has no public function that tells whether torch.func is running.
     return torch.jit.is_tracing() or torch._C._functorch.is_functorch_wrapped_tensor(x)
 
 
 @contextmanager
 def _exact_products(device: str) -> Iterator[None]:
-    """Switches off autocast and TF32. With fewer digits, E[z^2] - E[z]^2 would lose all precision."""
+    """Turns off autocast and TF32, because E[z^2] - E[z]^2 would lose all precision with fewer digits."""
     if device == 'cuda' and not torch.compiler.is_compiling():
         before = torch.backends.cuda.matmul.allow_tf32
         torch.backends.cuda.matmul.allow_tf32 = False

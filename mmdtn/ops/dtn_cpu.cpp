@@ -1,11 +1,10 @@
-// The forward and backward pass of DTN on CPUs, for float32 tokens with channels last. reference.py defines the
+// The forward and backward passes of DTN on CPUs, for float32 tokens with channels last. reference.py defines the
 // results.
 //
-// The work is split into chunks. A chunk has LANES channels of one head of one image, which is what a vector register
-// holds. P never mixes different chunks, so one thread can process a chunk from pooling to output while its cells are
-// in the cache. Computations over all channels of a token are separate passes: the token statistics before the chunks,
-// and the rest of the gradient after them. Every sum has a fixed order, so results do not depend on the number of
-// threads.
+// The work is split into chunks. For one head of one image, a chunk holds LANES channels, as many as fit into a vector
+// register. P never mixes chunks, so a single thread can process a chunk from pooling to output while its cells stay in
+// the cache. Separate passes compute what depends on all channels of a token: its statistics before the chunks, and the
+// rest of the gradient after them. Every sum has a fixed order, so the number of threads does not affect the results.
 //
 // The names follow docs/mathematics.md: z is a token divided by its root mean square, and M and V are the mean and the
 // variance of its neighbourhood.
@@ -28,17 +27,17 @@ constexpr int LANES = 4;
 #endif
 
 typedef float Vec __attribute__((vector_size(4 * LANES)));
-// Loads and stores use this type. With memcpy the compiler would assume that any memory may change.
+// Loads and stores use this type. With memcpy, the compiler would assume that any memory may change.
 typedef float InMemory __attribute__((vector_size(4 * LANES), aligned(4)));
 
-// The arguments of a call. The forward pass leaves the gradients empty. _Problem in dtn_cpu.py has the same fields.
+// The arguments of a call, with the same fields as _Problem in dtn_cpu.py. Gradients are null in the forward pass.
 struct Problem {
   int64_t images, height, width, channels, heads, side;
   double eps;
   int64_t prenorm, unbiased, pool_second_moment, identity;
   const float *x, *weight, *bias, *mean_lambda, *var_lambda, *position;
   float* of_tokens;    // planes of H x W for each image: 1 / RMS of each head, mean and variance
-  float* of_channels;  // shift of each channel of each image, subtracted before variances are computed
+  float* of_channels;  // shift of each channel in each image, subtracted before computing variances
   float* y;
   const float* grad;
   float *grad_x, *grad_weight, *grad_bias, *grad_mean_lambda, *grad_var_lambda, *grad_position;
@@ -69,7 +68,7 @@ inline Vec rsqrt(Vec v) {
   return v;
 }
 
-// Returns a[i] + a[i ^ step] in lane i. Lanes with the bit of step take b instead of a.
+// Returns a[i] + a[i ^ step] in lane i, with b instead of a in lanes whose number has the bit of step.
 template <int step, int... i>
 inline Vec merge(Vec a, Vec b, std::integer_sequence<int, i...>) {
 #ifdef __clang__
@@ -82,7 +81,7 @@ inline Vec merge(Vec a, Vec b, std::integer_sequence<int, i...>) {
 #endif
 }
 
-// Returns the sum over the lanes of v[i] in lane i, and overwrites v. This is a third of the work of separate sums.
+// Returns the sum over the lanes of v[i] in lane i, with a third of the work of separate sums. Overwrites v.
 template <int step = 1>
 inline Vec sums(Vec (&v)[LANES]) {
   for (int i = 0; i < LANES / step / 2; i++)
@@ -99,10 +98,10 @@ inline float sum(Vec v) {
   return total;
 }
 
-// P of one head along one axis of n cells. Most heads look only nearby, so row i is zero outside [begin, end).
+// P of one head along one axis of n cells. Row i is zero outside [begin, end), because most heads look only nearby.
 struct Kernel {
   int n;
-  std::vector<float> p, slope_square, slope_linear;  // n x n: P, and its derivatives by a_1 and by a
+  std::vector<float> p, slope_square, slope_linear;  // n x n: P and its derivatives with respect to a_1 and a
   std::vector<int> begin, end;
 };
 
@@ -148,17 +147,17 @@ Kernel transposed(const Kernel& K) {
   return T;
 }
 
-// Two planes of a chunk, h x w x LANES each, to which P is applied together.
+// Two planes of a chunk, each h x w x LANES, to which P is applied together.
 struct Pair {
   float *a, *b;
 };
 
-// Memory layout of an axis of a plane, in units of vectors.
+// Memory layout of one axis of a plane, in units of vectors.
 struct Axis {
   int n, stride, lines, step;  // cells in a line and their distance; number of lines and their distance
 };
 
-constexpr int ROWS = 4, LINES = 8;  // rows of P computed with the same loads; lines computed with the same part of P
+constexpr int ROWS = 4, LINES = 8;  // rows of P that share loads; lines that share a part of P
 
 void mix(const Kernel& K, const Axis& axis, Pair in, Pair out) {
   int n = axis.n;
@@ -185,7 +184,7 @@ void mix(const Kernel& K, const Axis& axis, Pair in, Pair out) {
     }
 }
 
-// Adds the gradients of a_1 and a: the gradient of P, the sum over lines of grad[i] in[j], times the slopes of P.
+// Adds the gradients of a_1 and a. The gradient of P, the sum of grad[i] in[j] over lines, is multiplied by P's slopes.
 void add_kernel_gradient(const Kernel& K, const Axis& axis, Pair grad, Pair in, double* of_square, double* of_linear) {
   int n = axis.n;
   Vec square{}, linear{};
@@ -195,7 +194,7 @@ void add_kernel_gradient(const Kernel& K, const Axis& axis, Pair grad, Pair in, 
       begin = std::min(begin, K.begin[i + r]), end = std::max(end, K.end[i + r]);
     for (int j = begin; j < end; j += ROWS) {
       Vec total[ROWS][ROWS] = {};
-      int64_t at_i[ROWS], at_j[ROWS];  // past the end, the last cell is repeated and its slope ignored
+      int64_t at_i[ROWS], at_j[ROWS];  // past the end, the last cell repeats and its slope is ignored
       for (int r = 0; r < ROWS; r++) {
         at_i[r] = int64_t(LANES) * std::min(i + r, n - 1) * axis.stride;
         at_j[r] = int64_t(LANES) * std::min(j + r, n - 1) * axis.stride;
@@ -247,7 +246,7 @@ struct Layer : Problem {
   template <class F>
   void for_chunks(int planes, F f) const;
 
-  std::vector<Kernel> kernels() const {  // two for each head: along rows and along columns
+  std::vector<Kernel> kernels() const {  // two per head: along rows and along columns
     std::vector<Kernel> all(2 * heads);
     at::parallel_for(0, 2 * heads, 1, [&](int64_t begin, int64_t end) {
       for (int64_t i = begin; i < end; i++) {
@@ -259,7 +258,7 @@ struct Layer : Problem {
   }
 
   void find_statistics(int64_t image, int64_t first, int n) const {
-    const float* token[LANES];  // past the end, the last token is repeated
+    const float* token[LANES];  // past the end, the last token repeats
     for (int i = 0; i < LANES; i++) token[i] = x + (image * tokens + first + std::min(i, n - 1)) * channels;
     Vec totals[LANES] = {}, squares[LANES];
     float scale[LANES];
@@ -300,7 +299,7 @@ struct Layer : Problem {
   }
 };
 
-// One chunk of a layer. The last chunk of a head may have fewer than LANES channels; it is not `whole` then.
+// One chunk of a layer. It is `whole` unless it is the last chunk of a head and has fewer than LANES channels.
 template <bool whole>
 struct Chunk {
   const Layer& layer;
@@ -330,7 +329,7 @@ struct Chunk {
     return std::min(layer.side, layer.height - i * layer.side) * std::min(layer.side, layer.width - j * layer.side);
   }
 
-  // The shift need only be near the mean over the image, so the mean of some tokens is enough.
+  // The shift only needs to be close to the mean over the image, so the mean of some tokens is enough.
   Vec about_mean() const {
     const int64_t step = layer.tokens / 64 + 1;
     Vec total{};
@@ -338,7 +337,7 @@ struct Chunk {
     return total / float((layer.tokens + step - 1) / step);
   }
 
-  // Computes for each cell the mean of z - shift and the mean of (z - shift)^2.
+  // Computes the means of z - shift and (z - shift)^2 in each cell.
   void fill(Pair cells, Vec shift) const {
     std::fill_n(cells.a, layer.plane, 0.f), std::fill_n(cells.b, layer.plane, 0.f);
     for (int i = 0; i < layer.h; i++) {
@@ -362,7 +361,7 @@ struct Chunk {
 
 template <class F>
 void Layer::for_chunks(int planes, F f) const {
-  // Some heads look far and take longer. With one image, this step spreads the chunks of a head over the threads.
+  // Some heads look far and take longer. For a single image, this step spreads a head's chunks over the threads.
   int64_t step = images > 1 ? 1 : chunks * 5 / 8 + 1;
   while (std::gcd(step, chunks) > 1) step++;
   at::parallel_for(0, images * chunks, 1, [&](int64_t begin, int64_t end) {
@@ -436,7 +435,7 @@ struct Backward : Layer {
     add_up();
   }
 
-  // Writes to grad_x the gradient of z without the part through the token's own statistics.
+  // Writes the gradient of z to grad_x, without the part through the token's own statistics.
   template <class C>
   void through_neighbourhood(const C& chunk, float* share, Sums& found, float* memory) const {
     const Pair cells{memory, memory + plane}, mixed_rows{memory + 2 * plane, memory + 3 * plane};
@@ -465,8 +464,8 @@ struct Backward : Layer {
       });
   }
 
-  // Computes the gradients of M - shift and of P (z - shift)^2 from the gradient of y, and overwrites M and V with
-  // them. Writes to grad_x the direct part of the gradient of z.
+  // Computes the gradients of M - shift and P (z - shift)^2 from the gradient of y, and overwrites M and V with them.
+  // Writes the direct part of the gradient of z to grad_x.
   template <class C>
   void to_cells(const C& chunk, Vec shift, float* share, Sums& found, Pair mixed, Pair row) const {
     const float mean_lambda = chunk.mean_lambda, var_lambda = chunk.var_lambda, epsilon = eps;
@@ -545,7 +544,7 @@ struct Backward : Layer {
     }
   }
 
-  void add_up() const {  // sums over an image are double, so each is rounded only once
+  void add_up() const {  // sums over an image are in double precision, so each is rounded only once
     for (int64_t i = 0; i < images * chunks; i++) {
       const int64_t index = i % chunks, head = index / chunks_of_head, within = index % chunks_of_head * LANES;
       for (int lane = 0; lane < std::min<int64_t>(LANES, c - within); lane++) {

@@ -1,7 +1,7 @@
 """Compiles ``dtn_cpu.cpp``, the CPU back end of DTN, and calls it.
 
-The first use compiles the library into torch's folder for extensions, which takes some seconds. ``python -m
-mmdtn.doctor`` compiles it ahead of time. If compilation fails, the log says why, and the reference runs instead.
+The first call compiles the library into torch's folder for extensions, which takes a few seconds. ``python -m
+mmdtn.doctor`` does so in advance. If compilation fails, the reference runs instead, and the log states the reason.
 """
 
 import ctypes
@@ -20,16 +20,16 @@ from torch import Tensor
 from .interface import Settings, Tensors
 
 SOURCE = Path(__file__).with_suffix('.cpp')
-# These flags set the vector width of dtn_cpu.cpp. -march=native is not enough: GCC 12 takes a Zen 5 for a Zen 3.
+# These flags set the vector width of dtn_cpu.cpp. With -march=native, GCC 12 would mistake a Zen 5 for a Zen 3.
 ARCHITECTURES = {'AVX512': ['-march=x86-64-v4'], 'AVX2': ['-march=x86-64-v3']}
 
 
 @functools.cache
 def works() -> bool:
-    """Returns whether the library can be loaded. The first call compiles it if necessary."""
+    """Returns whether the library can be loaded. The first call compiles the library if necessary."""
     try:
         _library()
-    except Exception as error:  # compiler, ninja, setuptools and the file system share no error class
+    except Exception as error:  # the compiler, ninja, setuptools and the file system share no error class
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         print_log(
             f'DTN runs in plain torch, several times slower, as its C++ could not be built ({reason}). '
@@ -46,14 +46,14 @@ def _library() -> ctypes.CDLL:
 
 
 def build() -> Path:
-    """Returns the path of the library, and compiles it if it does not exist yet. Raises the compiler's error."""
+    """Returns the path of the library after compiling it if necessary. Raises the compiler's error."""
     if platform.system() == 'Windows':
         raise OSError('dtn_cpu.cpp needs GCC or Clang, because Visual C++ lacks their vector extensions.')
-    from torch.utils import cpp_extension  # it imports setuptools, which is needed only to compile
+    from torch.utils import cpp_extension  # imports setuptools, which is needed only for compiling
 
     capability = torch.backends.cpu.get_cpu_capability()
     flags = ['-O3', '-std=c++20', '-fno-math-errno', *ARCHITECTURES.get(capability, [])]
-    if platform.system() != 'Darwin':  # Apple's compiler has no OpenMP, so one thread is used there
+    if platform.system() != 'Darwin':  # Apple's compiler has no OpenMP, so DTN uses one thread there
         flags.append('-fopenmp')
     made_of = hashlib.sha256(f'{torch.__version__} {flags} {SOURCE.read_text()}'.encode()).hexdigest()[:12]
     root = Path(os.environ.get('TORCH_EXTENSIONS_DIR') or cpp_extension.get_default_build_root())
@@ -81,7 +81,7 @@ class _Problem(ctypes.Structure):
 
 
 def kept_size(shape: Any, heads: int) -> int:
-    """Returns the number of floats that ``forward`` saves: for each image K + 2 planes of tokens and C shifts."""
+    """Returns the number of floats that ``forward`` saves. An image has K + 2 planes of tokens and C shifts."""
     B, H, W, C = shape
     return B * H * W * (heads + 2) + B * C
 
@@ -95,7 +95,7 @@ def forward(t: Tensors, s: Settings, dtype: torch.dtype) -> tuple[Tensor, Tensor
 
 
 def backward(grad: Tensor, t: Tensors, kept: Tensor, s: Settings) -> Tensors:
-    """Returns the gradients of x and of the parameters. ``kept`` is the tensor that ``forward`` saved."""
+    """Returns the gradients of x and the parameters. ``kept`` is the tensor that ``forward`` saved."""
     dtype, t, grad = t.x.dtype, t._replace(x=t.x.float()), grad.float()
     (B, H, W, C), K = t.x.shape, len(t.position)
     shares = t.x.new_empty(B, K * -(-(C // K) // _library().dtn_lanes()), 2, H, W)

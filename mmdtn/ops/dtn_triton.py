@@ -1,20 +1,21 @@
 """Triton kernels for DTN on GPUs, and the functions that launch them.
 
-The names follow docs/mathematics.md. z is a prenormalised token. ``shift`` is the mean of a channel over the cells of
-the image. For a cell, u is the mean of z - shift and v is the mean of its square. M = P u and V = P v - M^2. For each
-head P is a product of two matrices. P_y works along the columns of the grid and P_x along its rows. The kernels are::
+The names follow docs/mathematics.md. A prenormalised token is z, and ``shift`` is a channel's mean over the cells of
+the image. In each cell, u is the mean of z - shift and v is the mean of (z - shift)^2. Then M = P u and V = P v - M^2.
+The P of a head is the product of two matrices: P_y acts along the columns of the grid, and P_x along its rows. The
+kernels are::
 
                                       forward                            backward
     unpooled, up to 16 cells a side   axes, statistics, grid             grid_backward, tokens_backward, parameters
     otherwise                         axes, statistics, rows, columns    rows, columns_backward, rows_backward,
                                                                          tokens_backward, parameters
 
-The kernels are compiled for the constants of a :class:`Layer`, but not for the image size, so every size uses the same
-kernels. Statistics are float32 for every input dtype. Where several programs contribute to one sum, each writes a
-partial sum, and ``_parameters`` adds them up. The kernels use no atomics, so their results are reproducible.
+The kernels are compiled for the constants of a :class:`Layer`, and work for every image size. Statistics are float32
+for every input dtype. If several programs contribute to one sum, each writes a partial sum, and ``_parameters`` adds
+these up. The kernels use no atomics, so their results are reproducible.
 """
 
-from __future__ import annotations  # without Triton the annotation tl.constexpr does not exist
+from __future__ import annotations  # without Triton, the annotation tl.constexpr does not exist
 
 import functools
 import os
@@ -41,14 +42,14 @@ except ImportError:  # Windows and macOS
 
 INTERPRETED = os.environ.get('TRITON_INTERPRET') == '1'
 DEVICE = 'cpu' if INTERPRETED else 'cuda'  # Triton's interpreter runs kernels on CPU tensors
-SMALL = 16  # largest side, in cells, of a grid that one program computes whole
+SMALL = 16  # largest side, in cells, of a grid that a single program can process
 SIZES = ['H', 'W']
 
-# Grid (height, width), channels, heads and pool size of layers that together run every branch of every kernel.
+# Layers that together run every branch of every kernel: grid (height, width), channels, heads and pool size.
 CHECKS = [((5, 7), 48, 3, 1), ((17, 3), 40, 1, 1), ((5, 7), 24, 2, 2), ((37, 6), 24, 2, 2)]
 
 # Values inside kernels
-Pair = namedtuple('Pair', 'u v')  # two maps of cells: u and v, their products with P, or the gradients of these
+Pair = namedtuple('Pair', 'u v')  # two maps of cells: u and v, P u and P v, or gradients of these maps
 Axis = namedtuple('Axis', 'P moments n stride')  # P_y or P_x of one head: n x n, rows `stride` apart
 Chunk = namedtuple('Chunk', 'head channel real shift mean_lambda var_lambda')  # some channels of one head of an image
 Normalised = namedtuple(
@@ -63,18 +64,18 @@ class Layer(NamedTuple):
     K: int
     c: int  # channels of a head
     width: int  # c, rounded up to a power of two
-    rows: int  # number of cells that a program of _rows or _columns computes
+    rows: int  # number of cells in a program of _rows or _columns
     tile: int  # number of tokens or cells in a program that computes all channels
-    lanes: int  # number of channels in a program that computes a part of one head
-    blocks: int  # number of these parts in all heads
+    lanes: int  # number of channels in a program that computes part of one head
+    blocks: int  # number of such parts in all heads
     parts: int  # blocks, rounded up to a power of two
     record: int  # the 5 floats of _store_record, rounded up to a power of two
-    tf32x3: bool  # compute a float32 product as three TF32 products; NVIDIA GPUs from sm_80 on
+    tf32x3: bool  # whether to compute a float32 product as three TF32 products; NVIDIA GPUs from sm_80 on
     s: Settings
 
 
 class Memory(NamedTuple):
-    """Tensors used by the forward and the backward pass. A pair is two maps of cells, B x h x w x C each."""
+    """Tensors used by the forward and the backward pass. A pair has two maps of cells, each B x h x w x C."""
 
     x: Tensor
     weight: Tensor
@@ -85,24 +86,24 @@ class Memory(NamedTuple):
     # saved by the forward pass
     of_tokens: Tensor  # B x H x W x (K + 2): 1 / RMS of each head, mean, variance
     of_channels: Tensor  # B x C: the shift of each channel
-    P: Tensor  # K x (h + w) x stride: for each head the rows of P_y, then those of P_x
-    moments: Tensor  # K x (h + w) x 3: moments of the rows of P, used by the derivatives of P
-    cells: Pair  # means and variances of the tokens in a cell; without pooling x itself
-    rows: Pair | None  # P_x u and P_x v; in the backward pass also their gradients
+    P: Tensor  # K x (h + w) x stride: the rows of P_y and then of P_x, for each head
+    moments: Tensor  # K x (h + w) x 3: moments of the rows of P, for the derivatives of P
+    cells: Pair  # means and variances of the tokens in a cell; without pooling, x itself
+    rows: Pair | None  # P_x u and P_x v, and in the backward pass also their gradients
 
 
 class Gradients(NamedTuple):
     """Tensors used only by the backward pass."""
 
     of_y: Tensor
-    of_uv: Pair  # gradients of u and v; without pooling, both names are the gradient of z
+    of_uv: Pair  # gradients of u and v; without pooling, both fields are the gradient of z
     of_tokens: Tensor  # B x H x W x blocks x 2: partial gradients of a token's mean and variance
     moments: Pair | None  # M and V of pooled layers, which _tokens_backward reads
-    column: Pair | None  # running sums over a column of more than 16 cells, one column for each program
+    column: Pair | None  # each program's running sums over one column of more than 16 cells
     # partial gradients
     weight_parts: Tensor  # parts x C
     bias_parts: Tensor  # parts x C
-    records: Tensor  # partial gradients of the lambdas and of position, see _store_record
+    records: Tensor  # partial gradients of the lambdas and of position, in the layout of _store_record
     # gradients
     of_x: Tensor
     of_weight: Tensor
@@ -131,7 +132,7 @@ def _axes(memory, H, W, L, ROWS: tl.constexpr, KEYS: tl.constexpr):
         top = tl.zeros([ROWS, 1], tl.float32)
         P = tl.where(key == query, 1.0, 0.0)
     else:
-        # Scores relative to the largest score of the row keep their precision where P is large.
+        # Subtracting the largest score of each row keeps scores precise where P is large.
         score = tl.where(key < to.n, shift * (quadratic * shift + linear), float('-inf'))
         top = tl.max(tl.where(score == tl.max(score, 1)[:, None], shift, float('-inf')), 1)[:, None]
         score = (shift - top) * (quadratic * (shift + top) + linear)
@@ -162,7 +163,7 @@ def _apply(P, pair, L):
 
 @jit()
 def _sum(tile, NOW: tl.constexpr):
-    """Returns the sum over a tile, or the tile itself if the sum is taken later."""
+    """Returns the sum over a tile, or the tile itself if the caller sums later."""
     if NOW:
         return tl.sum(tile)
     else:
@@ -171,11 +172,11 @@ def _sum(tile, NOW: tl.constexpr):
 
 @jit()
 def _of_position(P, axis, query, key, pair, of, NOW: tl.constexpr, L):
-    """Returns the gradients of the two coefficients of an axis. ``of`` is the gradient of the result.
+    """Returns the gradients of an axis's two coefficients. ``of`` is the gradient of the result.
 
-    Each sum over the tile is a barrier, so a loop takes the sums only once, at its end. Without a loop, taking the sums
-    NOW saves registers. dP/da = P (f - P f), where f is relative to the largest score of the row. The gradient of P
-    itself, a product over channels, would spill registers.
+    Each sum over the tile is a barrier, so a loop sums only once, at its end. Without a loop, summing NOW saves
+    registers. The derivative dP/da is P (f - P f), where f is relative to the row's largest score. Computing the
+    gradient of P itself, a product over channels, would spill registers.
     """
     at = axis.moments + 3 * query
     top = tl.load(at, mask=query < axis.n, other=0.0)[:, None]
@@ -203,7 +204,7 @@ def _store_pair(pair, at, mask, values):
 
 @jit()
 def _from(pair, offset):
-    """Returns both maps from an offset on. Tiles are addressed relative to a line or an image, for which 32 bits do."""
+    """Returns a pair that starts at an offset. Within a line or an image, 32 bits are enough to address a tile."""
     return Pair(pair.u + offset, pair.v + offset)
 
 
@@ -214,7 +215,7 @@ def _zeros(rows: tl.constexpr, lanes: tl.constexpr):
 
 @jit()
 def _store_record(to, of_mean_lambda, of_var_lambda, of_square, of_horizontal, of_vertical):
-    """Stores partial gradients of the lambdas and of the position of a head."""
+    """Stores partial gradients of a head's lambdas and position."""
     tl.store(to, of_mean_lambda)
     tl.store(to + 1, of_var_lambda)
     tl.store(to + 2, of_square)
@@ -224,13 +225,13 @@ def _store_record(to, of_mean_lambda, of_var_lambda, of_square, of_horizontal, o
 
 @jit()
 def _tile(program, n, size: tl.constexpr):
-    """Splits lines (or images) of n items into tiles. Returns the line of this program and the items of its tile."""
+    """Splits lines (or images) of n items into tiles. Returns the program's line and the items of its tile."""
     return (program // tl.cdiv(n, size)).to(tl.int64), program % tl.cdiv(n, size) * size + tl.arange(0, size)
 
 
 @jit()
 def _chunk(memory, b, lane, L):
-    """Returns the block of channels of this program. A block never spans two heads."""
+    """Returns the program's block of channels. A block never spans two heads."""
     block = tl.program_id(0) % L.blocks
     head, channel = block // (L.blocks // L.K), block % (L.blocks // L.K) * L.lanes + lane
     real = channel < L.c
@@ -241,7 +242,7 @@ def _chunk(memory, b, lane, L):
 
 @jit()
 def _token(y, x, offset, H, W, L):
-    """Returns the index in its image of token ``offset`` in the cell at row y and column x, and whether it exists."""
+    """Returns the index of token ``offset`` of the cell at row y and column x, and whether this token exists."""
     row = offset // L.s.pool_size
     y, x = y * L.s.pool_size + row, (x - row) * L.s.pool_size + offset
     return y * W + x, (y < H) & (x < W)
@@ -249,7 +250,7 @@ def _token(y, x, offset, H, W, L):
 
 @jit()
 def _load_head(x_of_image, token, there, head, L):
-    """Loads one head of some tokens. Returns z, the factor between x and z, and the mask."""
+    """Loads one head of some tokens. Returns z, the factor from x to z, and the mask."""
     channel = tl.arange(0, L.width)[None]
     mask = there[:, None] & (channel < L.c)
     z = tl.load(x_of_image + token[:, None] * L.C + head * L.c + channel, mask=mask, other=0.0).to(tl.float32)
@@ -275,7 +276,7 @@ def _statistics(memory, shifts, H, W, L):
         of_token = of_tokens + token * (L.K + 2)
         mean = tl.zeros([L.tile], tl.float32)
         squares = tl.zeros([L.tile], tl.float32)
-        for head in range(L.K):  # Chan's formula merges the heads, and stays exact far from zero
+        for head in range(L.K):  # Chan's formula merges the heads, and is accurate far from zero
             z, scale, mask = _load_head(x_of_image, token, there, head, L)
             head_mean = tl.sum(z, 1) / L.c
             deviation = tl.where(mask, z - head_mean[:, None], 0.0)
@@ -324,7 +325,7 @@ def _load_cells(cells, of_tokens, cell, there, chunk, L):
 def _normalise(x, of_tokens, token, there, M, V, chunk, L):
     mask = there & chunk.real
     at, of_token = token * L.C + chunk.channel, of_tokens + token * (L.K + 2)
-    # The mask has no dimension for the lanes, so that one lane loads the number and not all of them.
+    # The mask has no dimension for lanes, so that only one lane loads each number.
     mean = tl.load(of_token + L.K, mask=there, other=0.0) - chunk.shift
     var = tl.load(of_token + L.K + 1, mask=there, other=1.0)
     variance = chunk.var_lambda * var + (1 - chunk.var_lambda) * tl.maximum(V, 0.0)
@@ -344,7 +345,7 @@ def _store_output(memory, y, n, chunk):
 
 @jit()
 def _differentiate(grad, weight, n):
-    """Returns the gradients of the output, of -mu and of the variance."""
+    """Returns the gradients of the output, -mu and the variance."""
     of_y = tl.load(grad + n.at, mask=n.mask, other=0.0).to(tl.float32)
     d = tl.where(n.mask, of_y * weight * n.inverse, 0.0)
     return of_y, d, tl.where(n.mask, -0.5 * d * n.value * n.inverse, 0.0)
@@ -371,7 +372,7 @@ def _rows(memory, H, W, L):
 
 @jit()
 def _moments(rows, P_y, x, w, query, chunk, L):
-    """Returns M and V of some cells of column x. ``rows`` is the output of the kernel ``_rows`` for this image."""
+    """Returns M and V of some cells of column x. ``rows`` is the output of kernel ``_rows`` for the image."""
     M, V = _zeros(query.shape[0], L.lanes)
     for start in tl.range(0, P_y.n, 16, num_stages=2):
         key = start + tl.arange(0, 16)
@@ -404,10 +405,10 @@ def _columns_backward(memory, g, H, W, L):
     """Applies P_y^T to the gradients of M and V, and computes partial gradients of the parameters.
 
     The result replaces the output of ``_rows``. Pooled layers also store M and V for ``_tokens_backward``. Layers
-    without pooling store the gradient of -mu, which is a summand of the gradient of z. A program computes one column
-    after the other. It keeps the sums of a column of more than 16 cells in global memory.
+    without pooling store the gradient of -mu, which is a summand of the gradient of z. A program processes its columns
+    one after another. If a column has more than 16 cells, its sums are kept in global memory.
     """
-    S: tl.constexpr = L.s.pool_size  # Triton 3.5 would compile dead branches on L.s.pool_size itself
+    S: tl.constexpr = L.s.pool_size  # Triton 3.5 would compile dead branches if they tested L.s.pool_size
     h, w = tl.cdiv(H, S), tl.cdiv(W, S)
     block, b = tl.program_id(0) % L.blocks, (tl.program_id(0) // L.blocks).to(tl.int64)
     lane = tl.arange(0, L.lanes)[None]
@@ -419,7 +420,7 @@ def _columns_backward(memory, g, H, W, L):
     x_of_image, of_tokens = memory.x + tokens * L.C, memory.of_tokens + tokens * (L.K + 2)
     program = tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
     column = _from(g.column, program * h * L.lanes)
-    # Sums over the tile are taken once, at the end, because each sum inside the loops would be a barrier.
+    # The tile is summed only once, after the loops, because each sum inside them would be a barrier.
     of_weight, of_bias = _zeros(16, L.lanes)
     of_mean_lambda, of_var_lambda = _zeros(16, L.lanes)
     of_square, of_linear = _zeros(16, L.lanes)
@@ -456,7 +457,7 @@ def _columns_backward(memory, g, H, W, L):
                 square, linear = _of_position(P, P_y, query, key, uv, of_moments, False, L)
                 of_square += square
                 of_linear += linear
-                tl.debug_barrier()  # every thread has read its part of the rows before they are overwritten
+                tl.debug_barrier()  # all threads read their rows before any are overwritten
                 # P is loaded again, because keeping it until here would spill registers.
                 of_rows = _apply(tl.trans(_load_P(P_y, query, key)), of_moments, L)
                 own = key[:, None] * L.lanes + lane
@@ -477,7 +478,7 @@ def _columns_backward(memory, g, H, W, L):
 def _rows_backward(memory, g, records, H, W, L):
     """Applies P_x^T to the output of ``_columns_backward``.
 
-    The result is the gradients of u and v or, without pooling, the gradient of z.
+    The kernel yields the gradients of u and v or, without pooling, the gradient of z.
     """
     h, w = tl.cdiv(H, L.s.pool_size), tl.cdiv(W, L.s.pool_size)
     row, key = _tile(tl.program_id(0) // L.blocks, w, 16)
@@ -513,7 +514,7 @@ def _rows_backward(memory, g, records, H, W, L):
 
 @jit()
 def _swap(tile, L):
-    """Permutes a tile from y x (x, lanes) to x x (y, lanes), or back."""
+    """Swaps the grid axes of a tile. Rows stand for one axis, and columns for pairs of the other axis and a lane."""
     return tl.permute(tile.reshape(16, 16, L.lanes), (1, 0, 2)).reshape(16, 16 * L.lanes)
 
 
@@ -524,7 +525,7 @@ def _swap_pair(pair, L):
 
 @jit()
 def _grid_rows(x, of_tokens, P_x, chunk, H, W, L):
-    """Returns u and v of an image as x x (y, lanes), P_x, and the products of P_x with both."""
+    """Returns u and v of an image, P_x, and the products P_x u and P_x v. The rows of all tiles are indexed by x."""
     side, y = tl.arange(0, 16), tl.arange(0, 16 * L.lanes)[None] // L.lanes
     there = (y < H) & (side < W)[:, None] & chunk.real
     uv = _load_cells(Pair(x, x), of_tokens, y * W + side[:, None], there, chunk, L)
@@ -534,7 +535,7 @@ def _grid_rows(x, of_tokens, P_x, chunk, H, W, L):
 
 @jit()
 def _grid_tokens(x, of_tokens, P_y, P_x, chunk, H, W, L):
-    """Returns M and V of an image as y x (x, lanes), and its normalised tokens."""
+    """Returns M, V and the normalised tokens of an image. The rows of all tiles are indexed by y."""
     side, at_x = tl.arange(0, 16), tl.arange(0, 16 * L.lanes)[None] // L.lanes
     _, _, rows = _grid_rows(x, of_tokens, P_x, chunk, H, W, L)
     M, V = _apply(_load_P(P_y, side, side), _swap_pair(rows, L), L)
@@ -546,9 +547,9 @@ def _grid_tokens(x, of_tokens, P_y, P_x, chunk, H, W, L):
 
 @jit(do_not_specialize=SIZES)
 def _grid(memory, y, H, W, L):
-    """Normalises some channels of one head of an image of at most 16 x 16 tokens."""
+    """Normalises some channels of one head for an image with at most 16 x 16 tokens."""
     b = (tl.program_id(0) // L.blocks).to(tl.int64)
-    chunk = _chunk(memory, b, tl.arange(0, 16 * L.lanes)[None] % L.lanes, L)  # once for each of 16 cells in a row
+    chunk = _chunk(memory, b, tl.arange(0, 16 * L.lanes)[None] % L.lanes, L)  # repeated for each of 16 cells in a row
     P_y, P_x = _axis(memory, chunk.head, 0, H, W), _axis(memory, chunk.head, 1, H, W)
     x, of_tokens = memory.x + b * H * W * L.C, memory.of_tokens + b * H * W * (L.K + 2)
     _, _, n = _grid_tokens(x, of_tokens, P_y, P_x, chunk, H, W, L)
@@ -567,7 +568,7 @@ def _grid_backward(memory, g, H, W, L):
     M, V, n = _grid_tokens(x, of_tokens, P_y, P_x, chunk, H, W, L)
     weight = tl.load(memory.weight + chunk.channel, mask=chunk.real, other=0.0)
     of_y, d, e = _differentiate(g.of_y + b * H * W * L.C, weight, n)
-    record = g.records + tl.program_id(0).to(tl.int64) * L.record  # as _store_record writes one
+    record = g.records + tl.program_id(0).to(tl.int64) * L.record  # in the layout of _store_record
     tl.store(record, tl.sum(d * (M - n.mean)))
     tl.store(record + 1, tl.sum(e * (n.var - tl.maximum(V, 0.0))))
     own = _chunk(memory, b, tl.arange(0, L.lanes), L)
@@ -580,8 +581,8 @@ def _grid_backward(memory, g, H, W, L):
     tl.store(of_token + 1, chunk.var_lambda * tl.sum(e.reshape(16, 16, L.lanes), 2), mask=there)
     dV = (1 - chunk.var_lambda) * e
     of_moments = Pair(-(1 - chunk.mean_lambda) * d - 2 * M * dV, dV)
-    # Rows and P are loaded again, here and below, because keeping them would spill registers. The stores in between
-    # prevent the compiler from keeping them.
+    # Here and below, rows and P are loaded again, because keeping them would spill registers. The stores in between
+    # force the compiler to load them again.
     _, _, rows = _grid_rows(x, of_tokens, P_x, chunk, H, W, L)
     P = _load_P(P_y, side, side)
     of_square, of_vertical = _of_position(P, P_y, side, side, _swap_pair(rows, L), of_moments, True, L)
@@ -592,7 +593,7 @@ def _grid_backward(memory, g, H, W, L):
     tl.store(record + 2, of_square + square)
     tl.store(record + 3, of_horizontal)
     of_u, of_v = _apply(tl.trans(P), of_rows, L)
-    at = (along * W + y) * L.C + chunk.channel  # in this tile rows are x, and lanes are y
+    at = (along * W + y) * L.C + chunk.channel  # the rows of this tile are indexed by x
     tl.store(
         g.of_uv.u + b * H * W * L.C + at, _swap(d, L) + of_u + 2 * uv.u * of_v, mask=(along < H) & (y < W) & chunk.real
     )
@@ -674,24 +675,24 @@ def _parameters(g, num_parts, num_records, L):
 
 
 class _Plan(NamedTuple):
-    """Everything that calls of the same kind of layer share."""
+    """Data that all calls of layers with the same constants share."""
 
     L: Layer
     wide: Layer  # for _columns_backward, which would spill registers with 16 lanes
-    constants: tuple[Any, Any]  # L and wide as constants of Triton
+    constants: tuple[Any, Any]  # L and wide as Triton constants
     launch: Launcher
     small: bool
 
 
 @functools.cache
 def _plan(C: int, K: int, s: Settings, fits: bool, device: Any, dtypes: tuple[torch.dtype, ...]) -> _Plan:
-    """Returns the plan of a layer. ``fits`` says whether the grid has at most 16 cells a side.
+    """Returns the plan of a layer. ``fits`` tells whether the grid has at most 16 cells per side.
 
-    ``device`` and ``dtypes`` are part of the key of the cache, because kernels are compiled for them.
+    Kernels are compiled for one device and its dtypes, so ``device`` and ``dtypes`` belong to the cache key.
     """
     target = None if INTERPRETED else triton.runtime.driver.active.get_current_target()
     tf32x3 = target is not None and target.backend == 'cuda' and target.arch >= 80
-    # A program that computes a whole grid needs more shared memory than NVIDIA GPUs before sm_80 have.
+    # Programs that process a whole grid need more shared memory than NVIDIA GPUs before sm_80 have.
     small = s.pool_size == 1 and fits and (tf32x3 or target is None or target.backend != 'cuda')
     width = triton.next_power_of_2(C // K)
     tile, lanes = max(1, min(64, 2048 // width)), 16 if small else min(max(width, 16), 64)
@@ -703,7 +704,7 @@ def _plan(C: int, K: int, s: Settings, fits: bool, device: Any, dtypes: tuple[to
 
 
 def _constants(values: Any) -> Any:
-    """Converts a nested tuple of values to constants of Triton."""
+    """Converts the values of a nested tuple to Triton constants."""
     return type(values)(*(_constants(value) if isinstance(value, tuple) else tl.constexpr(value) for value in values))
 
 
@@ -739,12 +740,12 @@ class _Call:
         self.plan.launch(kernel, grid, arguments, num_warps, tuple(constants.values()))
 
     def by_tiles(self, kernel: Any, items: int, *memory: Any) -> None:
-        """Launches one program for each tile of tokens or cells. ``items`` is their number in an image."""
+        """Launches one program for each tile. ``items`` is the number of tokens or cells in an image."""
         programs = self.B * -(-items // self.L.tile)
         self.launch(kernel, (programs, 1, 1), *memory, num_warps=4 if self.L.width <= 1024 else 8)
 
     def by_blocks(self, kernel: Any, programs: int, *memory: Any) -> None:
-        """Launches ``programs`` programs for each block of channels. With these numbers of warps no registers spill."""
+        """Launches ``programs`` programs per block of channels. With these numbers of warps, no registers spill."""
         warps = 8 if self.small else self.L.lanes // 8
         self.launch(kernel, (programs * self.L.blocks, 1, 1), *memory, num_warps=warps)
 
@@ -755,13 +756,13 @@ class _Call:
 
 
 def _sections(shape: Any, heads: int, s: Settings) -> list[int]:
-    """Returns the sizes, in floats, of the saved fields of :class:`Memory`, ``of_tokens`` to ``cells``."""
+    """Returns the sizes in floats of the fields that :class:`Memory` saves, from ``of_tokens`` to ``cells``."""
     B, H, W, C = shape
     h, w = -(-H // s.pool_size), -(-W // s.pool_size)
     stride = -(-torch.sym_max(h, w) // 16) * 16
     maps = 0 if s.pool_size == 1 else 1 + s.pool_second_moment
     sizes = [B * H * W * (heads + 2), B * C, heads * (h + w) * stride, heads * (h + w) * 3, *[B * h * w * C] * maps]
-    return [-(-size // 4) * 4 for size in sizes]  # every section begins at 16 bytes
+    return [-(-size // 4) * 4 for size in sizes]  # every section begins at a multiple of 16 bytes
 
 
 def kept_size(shape: Any, heads: int, s: Settings) -> int:
@@ -793,12 +794,12 @@ def forward(t: Tensors, s: Settings, dtype: torch.dtype) -> tuple[Tensor, Tensor
 
 
 def backward(grad: Tensor, t: Tensors, kept: Tensor, s: Settings) -> Tensors:
-    """Returns the gradients of x and of the parameters. ``kept`` is the tensor that ``forward`` saved."""
+    """Returns the gradients of x and the parameters. ``kept`` is the tensor that ``forward`` saved."""
     t, grad = _aligned(t), _aligned((grad,))[0]
     with torch.cuda.device_of(t.x):
         call = _Call(t, s, grad.dtype)
         B, h, w, L, pooled = call.B, call.h, call.w, call.L, s.pool_size > 1
-        # Each column has a program of its own. Longer columns share fewer programs, because these need global memory.
+        # Each column has its own program. Longer columns need global memory, so they share fewer programs.
         columns = 1 if call.small else w if h <= 16 else min(-(-w // 4), -(-512 // (B * L.blocks)))
         parts, rows = B * columns, 0 if call.small else B * h * -(-w // 16)
         memory = call.memory(t, kept)
@@ -830,12 +831,12 @@ def backward(grad: Tensor, t: Tensors, kept: Tensor, s: Settings) -> Tensors:
 
 
 def compiled_kernels(t: Tensors, s: Settings, dtype: torch.dtype) -> dict[str, Any]:
-    """Returns the kernels that a layer has launched so far, by name."""
+    """Returns all kernels that a layer has launched so far, by name."""
     return {name: kernel for (name, *_), kernel in _Call(t, s, dtype).plan.launch.compiled.items()}
 
 
 def _aligned(tensors: Any) -> Any:
-    """Copies tensors that do not begin at a multiple of 16 bytes. The kernels are compiled for tensors that do."""
+    """Copies tensors that are not aligned to 16 bytes, because the kernels are compiled for aligned tensors."""
     if all(tensor.data_ptr() % 16 == 0 for tensor in tensors):
         return tensors
     aligned = (tensor if tensor.data_ptr() % 16 == 0 else tensor.clone() for tensor in tensors)

@@ -1,4 +1,4 @@
-"""Types shared by the reference, the operator and the back ends."""
+"""Types that the reference, the operator and the back ends share."""
 
 from typing import NamedTuple
 
@@ -6,10 +6,10 @@ from torch import Tensor
 
 
 class Tensors(NamedTuple):
-    """Input and parameters of a layer, or the gradients of these."""
+    """The input and the parameters of a layer, or their gradients."""
 
     x: Tensor  # B x H x W x C
-    weight: Tensor  # C; all parameters have the dtype of the computation, float32 or float64
+    weight: Tensor  # C; parameters have the dtype of the computation, float32 or float64
     bias: Tensor  # C
     mean_lambda: Tensor  # K
     var_lambda: Tensor  # K

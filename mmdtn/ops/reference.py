@@ -1,8 +1,8 @@
 """The reference implementation of DTN in plain torch.
 
-Every back end is tested against this module, and it runs wherever no back end does. It supports every device and dtype,
-derivatives of any order, torch.func, and export with dynamic shapes. Autograd saves about ten times the size of the
-input. Variable names follow docs/mathematics.md.
+The tests compare every back end with this module, which runs wherever no back end does. The module supports every
+device and dtype, derivatives of any order, torch.func, and export with dynamic shapes. Autograd saves about ten times
+the size of the input. Variable names follow docs/mathematics.md.
 """
 
 import torch
@@ -30,9 +30,9 @@ def by_head(x: Tensor, heads: int, s: Settings) -> Tensor:
 
 
 def neighbourhood(z: Tensor, position: Tensor, s: Settings) -> tuple[Tensor, Tensor]:
-    """Returns the mean and the variance of each cell's neighbourhood, B x h x w x K x c each."""
-    # Subtracting the mean of each channel over the image leaves the variance as it is, but keeps the difference
-    # E[z^2] - E[z]^2 from losing precision.
+    """Returns the means and variances of the cells' neighbourhoods, each of shape B x h x w x K x c."""
+    # Subtracting each channel's mean over the image leaves the variance unchanged, but keeps E[z^2] - E[z]^2 from
+    # losing precision.
     cells = pool(z, s.pool_size)
     shift = cells.mean((1, 2), keepdim=True)
     first = cells - shift
@@ -41,12 +41,12 @@ def neighbourhood(z: Tensor, position: Tensor, s: Settings) -> tuple[Tensor, Ten
     maps = (t.permute(0, 3, 4, 1, 2) for t in (first, second))
     M, V = ((columns @ Z @ rows.mT).permute(0, 3, 4, 1, 2) for Z in maps)
     V = V - M.square()
-    # A variance is negative only by rounding. It is clamped to zero, but its gradient is kept.
+    # Negative variances come only from rounding. Clamping to zero keeps their gradients.
     return M + shift, V + (V.clamp(min=0) - V).detach()
 
 
 def pool(tokens: Tensor, side: int) -> Tensor:
-    """Averages tokens over cells: B x H x W x K x c to B x h x w x K x c. Cells at the edge may have fewer tokens."""
+    """Averages tokens over cells, from B x H x W x K x c to B x h x w x K x c. Edge cells may have fewer tokens."""
     if side == 1:
         return tokens
     height, width = tokens.shape[1:3]
@@ -60,7 +60,7 @@ def pool(tokens: Tensor, side: int) -> Tensor:
 
 
 def on_tokens(cells: Tensor, tokens: Tensor, side: int) -> Tensor:
-    """Gives each token the value of its cell: B x h x w x K x c to B x H x W x K x c."""
+    """Copies the values of cells, B x h x w x K x c, to their tokens, B x H x W x K x c."""
     if side == 1:
         return cells
     rows, columns = (torch.arange(size, device=cells.device) // side for size in tokens.shape[1:3])
@@ -68,9 +68,9 @@ def on_tokens(cells: Tensor, tokens: Tensor, side: int) -> Tensor:
 
 
 def axis_kernel(position: Tensor, size: int, axis: int, identity: bool = False) -> Tensor:
-    """Returns P along one axis of the grid, K x n x n: softmax_j(a_1 d^2 + a d) with d = j - i.
+    """Returns K x n x n, P along one axis of the grid: softmax_j(a_1 d^2 + a d) with d = j - i.
 
-    Axis 1 is vertical, axis 2 horizontal.
+    Axis 1 is vertical, and axis 2 is horizontal.
     """
     index = torch.arange(size, device=position.device)
     shift = index[None] - index[:, None]

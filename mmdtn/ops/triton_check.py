@@ -1,9 +1,9 @@
 """Checks the Triton kernels on a GPU. The operator uses them only if they pass.
 
-The check runs small layers forward and backward and compares the results with ``reference``. It takes about a minute,
-because the kernels have to be compiled. The outcome is stored in a file for each combination of GPU, driver, torch,
-Triton and source code, so a machine checks only once. ``DTN`` starts the check when it is moved to a GPU, that is,
-before the first training step.
+The check runs small layers forward and backward and compares the results with ``reference``. The check has to compile
+the kernels, so it takes about a minute. A file stores the outcome for each combination of GPU, driver, torch, Triton
+and source code, so a machine runs the check only once. Moving a ``DTN`` layer to a GPU starts the check, which
+therefore runs before the first training step.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ from torch import Tensor
 from . import dtn_triton, reference
 from .interface import Settings, Tensors
 
-# Largest relative error of the output and of the gradients: norm of the difference over norm of the reference.
+# Largest relative errors of the output and the gradients: the norm of the difference over the norm of the reference.
 TOLERANCES = {torch.float32: (1e-5, 1e-4), torch.float16: (2e-3, 4e-3), torch.bfloat16: (1e-2, 2e-2)}
 SOURCES = ('dtn_triton.py', 'triton_launch.py', 'triton_check.py', 'reference.py')
 
@@ -44,16 +44,17 @@ class Case(NamedTuple):
         return f'{str(self.dtype)[6:]}, {height} x {width} tokens, {self.channels} channels, pool_size={self.pool_size}'
 
 
-# The short check runs on every machine and covers every branch of every kernel. Dtypes only change loads and stores.
+# The short check runs on every machine and covers every branch of every kernel. The dtype affects only loads and
+# stores.
 SHORT = [Case(*case, dtype=torch.float32) for case in dtn_triton.CHECKS] + [Case((5, 7), 24, 2, 2, torch.float16)]
 LONG = [Case(*case, dtype=dtype) for dtype in TOLERANCES for case in dtn_triton.CHECKS]
 
-_found: dict[torch.device, str | None] = {}  # outcome of this process: None, or what is wrong
-_agreed: dict[torch.device, str | None] = {}  # outcome of all processes of a training run
+_found: dict[torch.device, str | None] = {}  # outcome in this process: None or an error message
+_agreed: dict[torch.device, str | None] = {}  # outcome in all processes of a training run
 
 
 def prepare(device: torch.device) -> None:
-    """Checks the kernels on ``device``, unless that is done already or is not possible now."""
+    """Checks the kernels on ``device``, unless a check has run already or cannot run now."""
     exists = (
         device.type == dtn_triton.DEVICE and dtn_triton.triton and (dtn_triton.INTERPRETED or torch.cuda.is_available())
     )
@@ -86,10 +87,10 @@ def works(device: torch.device) -> bool:
 
 
 def _must_wait() -> bool:
-    """Returns whether the check has to wait because nothing can be computed and differentiated now."""
+    """Returns whether the check has to wait, because nothing can be computed and differentiated now."""
     if torch.compiler.is_compiling() or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
         return True
-    with _usual_modes(torch.device('cpu')):  # inside a custom operator autograd still records nothing
+    with _usual_modes(torch.device('cpu')):  # autograd still records nothing inside a custom operator
         return not torch.ones(1, device='cpu', requires_grad=True).clone().requires_grad
 
 
@@ -102,7 +103,7 @@ def _warn(what: str) -> None:
 
 
 def _outcome(device: torch.device) -> str | None:
-    """Returns the stored outcome, or else runs the check. Of several processes, one checks and the others wait."""
+    """Returns the stored outcome or runs the check. Only one process runs the check, and the others wait."""
     record = record_of(device)
     if (known := _read(record)) is not None:
         return known['wrong']
@@ -113,7 +114,7 @@ def _outcome(device: torch.device) -> str | None:
 
 
 def check(device: torch.device, cases: list[Case]) -> str | None:
-    """Runs the cases and stores the outcome: None, or a message that says what is wrong."""
+    """Runs the cases and stores the outcome, which is None or an error message."""
     started = time.perf_counter()
     name = torch.cuda.get_device_name(device) if device.type == 'cuda' else str(device)
     print_log(f"Checking DTN's Triton kernels on {name}: about a minute, once for this machine.", 'current')
@@ -123,7 +124,7 @@ def check(device: torch.device, cases: list[Case]) -> str | None:
     print_log(
         f'The check took {seconds:.0f} s: {wrong or "all is well"}. The outcome is stored in {record}.', 'current'
     )
-    with contextlib.suppress(OSError):  # if the outcome cannot be stored, the next process checks again
+    with contextlib.suppress(OSError):  # without a stored outcome, the next process checks again
         record.parent.mkdir(parents=True, exist_ok=True)
         unfinished = record.with_suffix(f'.{os.getpid()}')
         unfinished.write_text(json.dumps(dict(_versions(device), seconds=round(seconds, 1), wrong=wrong), indent=1))
@@ -132,7 +133,7 @@ def check(device: torch.device, cases: list[Case]) -> str | None:
 
 
 def record_of(device: torch.device) -> Path:
-    """Returns the file in which the outcome is stored."""
+    """Returns the path of the file with the outcome."""
     folder = Path(os.environ.get('XDG_CACHE_HOME') or Path.home() / '.cache') / 'mmdtn'
     return folder / f'triton_{hashlib.sha256(json.dumps(_versions(device)).encode()).hexdigest()[:16]}.json'
 
@@ -148,7 +149,7 @@ def _versions(device: torch.device) -> dict[str, str]:
 
 
 def _driver() -> str:
-    """Returns the version of the GPU driver. torch has no function for it, so this reads a file of Linux."""
+    """Reads the version of the GPU driver from a Linux file, because torch has no function for it."""
     try:
         return Path('/proc/driver/nvidia/version').read_text().partition('\n')[0]
     except OSError:
@@ -178,14 +179,14 @@ def _locked(record: Path) -> Iterator[None]:
 
 
 def self_check(device: torch.device, cases: list[Case] = SHORT) -> str | None:
-    """Runs small layers forward and backward. Returns None if all results are right, else a message."""
+    """Runs small layers forward and backward. Returns None if all results are correct, or else an error message."""
     with _usual_modes(device):
         return next(filter(None, (_wrong(device, case) for case in cases)), None)
 
 
 @contextlib.contextmanager
 def _usual_modes(device: torch.device) -> Iterator[None]:
-    """Switches off the caller's modes: inference mode, no_grad, autocast and the hooks of activation checkpointing."""
+    """Turns off inference mode, no_grad, autocast and the hooks of activation checkpointing."""
     keep = torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
     with torch.inference_mode(False), torch.enable_grad(), keep, torch.autocast(device.type, enabled=False):
         yield
@@ -204,11 +205,11 @@ def _wrong(device: torch.device, case: Case) -> str | None:
     try:
         y, kept = dtn_triton.forward(t, s, dtype)
         gradients = dtn_triton.backward(grad, t, kept, s)
-        y, kept = dtn_triton.forward(t, s, dtype)  # later calls launch the kernels in another way
+        y, kept = dtn_triton.forward(t, s, dtype)  # later calls launch the kernels differently
         again = dtn_triton.backward(grad, t, kept, s)
     except torch.cuda.OutOfMemoryError:
         raise
-    except Exception as error:  # compilers may raise any class
+    except Exception as error:  # compilers may raise errors of any class
         return f'{case}: {type(error).__name__}: {error}'
     if not all(map(torch.equal, gradients, again)):
         return f'{case}: the same call gives other gradients the second time'

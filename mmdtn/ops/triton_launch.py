@@ -1,9 +1,9 @@
 """Launches Triton kernels with little work on the host.
 
-``kernel[grid](...)`` checks and hashes every argument at each launch. That takes longer than the launch itself, as
-``benchmark_norm.py --host`` shows. So only the first launch uses this syntax. It returns the compiled kernel, which
-later launches call directly, as Triton's tutorial on fused softmax does. If a future Triton does not allow this, every
-launch uses the public syntax.
+``kernel[grid](...)`` checks and hashes every argument at each launch. These checks take longer than the launch itself,
+as ``benchmark_norm.py --host`` shows. Therefore only the first launch uses this syntax. The first launch returns the
+compiled kernel, and later launches call this kernel directly, as in Triton's tutorial on fused softmax. If a future
+Triton does not support direct calls, every launch uses the public syntax.
 """
 
 from typing import Any
@@ -14,11 +14,11 @@ from mmengine.logging import print_log
 class Launcher:
     """Launches kernels whose arguments always have the same types, constants and alignment.
 
-    In ``launch(kernel, grid, arguments, num_warps, constants)``, ``arguments`` has all arguments of the kernel in
-    order. ``constants`` repeats the compile-time constants among them that differ between calls.
+    In ``launch(kernel, grid, arguments, num_warps, constants)``, ``arguments`` lists all arguments of the kernel in
+    order. ``constants`` repeats those compile-time constants that differ between calls.
     """
 
-    direct = True  # whether compiled kernels can be called; shared by all launchers of the process
+    direct = True  # whether compiled kernels can be called; all launchers share this value
 
     def __init__(self) -> None:
         self.compiled: dict[tuple, Any] = {}
