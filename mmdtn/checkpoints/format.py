@@ -1,4 +1,4 @@
-"""Describes a format of checkpoints. The formats of each model family are defined in one module."""
+"""Describes a checkpoint format. Each model family has a module that defines its formats."""
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -67,7 +67,7 @@ class Format:
 
     @property
     def is_own(self) -> bool:
-        """Whether this is a format of this package. The tensors do not determine the config of such a model."""
+        """Returns whether the format belongs to this package. The tensors in such files do not determine the config."""
         return self.convert is as_they_are
 
     def recognises(self, keys: Iterable[str]) -> bool:
@@ -80,5 +80,5 @@ def _any(pattern: str, keys: list[str]) -> bool:
 
 
 def without(state: State, dropped: Iterable[str]) -> State:
-    """Returns the tensors whose keys match none of the patterns."""
+    """Returns only the tensors whose keys match none of the patterns."""
     return {key: value for key, value in state.items() if not any(re.match(pattern, key) for pattern in dropped)}

@@ -124,7 +124,7 @@ def _name(image: dict) -> str:
 
 
 def image_fault(path: str) -> str | None:
-    """Returns the reason if an image file cannot be used, or None for a complete file.
+    """Returns the reason why an image file is unusable, or None for a complete file.
 
     For most files, only the first and last bytes are read. Truncated JPEG files must be found here, because some
     versions of OpenCV decode them and fill the rest with grey.

@@ -19,7 +19,7 @@ from .listops import DIGITS, PADDING, VOCABULARY_SIZE
 
 @MODELS.register_module()
 class SequencePreprocessor(BaseDataPreprocessor):
-    """Preprocessor that pads ``tokens`` to ``max_length``, and adds ``lengths``, the numbers of real tokens."""
+    """Preprocessor that pads ``tokens`` to ``max_length`` and adds the numbers of real tokens as ``lengths``."""
 
     def __init__(self, max_length: int) -> None:
         super().__init__()
@@ -32,7 +32,7 @@ class SequencePreprocessor(BaseDataPreprocessor):
         tokens = torch.full((len(lengths), self.max_length), PADDING)
         for row, sequence, length in zip(tokens, data['tokens'], lengths, strict=True):
             row[:length] = torch.as_tensor(sequence)
-        batch = dict(tokens=tokens.to(self.device), lengths=lengths)  # norms read the lengths on the CPU
+        batch = dict(tokens=tokens.to(self.device), lengths=lengths)  # lengths stay on the CPU, where norms read them
         if 'gt_label' in data:
             batch['gt_label'] = torch.as_tensor(data['gt_label']).to(self.device)
         return batch
@@ -40,7 +40,7 @@ class SequencePreprocessor(BaseDataPreprocessor):
 
 @MODELS.register_module()
 class SequenceClassifier(BaseModel):
-    """Pre-norm transformer that classifies sequences by the output of a class token.
+    """Pre-norm transformer that classifies sequences with a class token.
 
     The class token precedes the tokens of the sequence.
 
@@ -146,7 +146,7 @@ class SequenceClassifier(BaseModel):
 
 
 class EncoderLayer(nn.Module):
-    """Pre-norm encoder layer with attention and an MLP, each with a residual connection."""
+    """Pre-norm encoder layer in which attention and MLP each have a residual connection."""
 
     def __init__(
         self, attention: dict[str, Any], norms: Sequence[nn.Module], width: int, mlp: int, dropout: float
@@ -175,7 +175,7 @@ class EncoderLayer(nn.Module):
 
 
 def sinusoids(places: int, channels: int) -> Tensor:
-    """Returns sinusoidal position embeddings, ``places x channels``. Even channels are sines, odd channels cosines."""
+    """Returns ``places x channels`` sinusoidal embeddings. Even channels are sines, and odd channels are cosines."""
     frequency = 10_000.0 ** (-torch.arange(0, channels, 2, dtype=torch.float64) / channels)
     angle = torch.arange(places)[:, None] * frequency
     return torch.stack((angle.sin(), angle.cos()), -1).flatten(1)[:, :channels].float()

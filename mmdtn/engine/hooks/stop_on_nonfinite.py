@@ -22,7 +22,7 @@ class NonFiniteError(UserError):
 
 @HOOKS.register_module()
 class StopOnNonFiniteHook(Hook):
-    """Hook that stops a run before a NaN or infinite loss changes the weights, or such weights are saved.
+    """Hook that stops a run before a NaN or infinite loss changes the weights or damaged weights are saved.
 
     The error names the iteration, the images and the layer. To find the layer, the hook repeats the forward pass with
     the same random numbers and checks the output of every layer. In contrast, mmdet's ``CheckInvalidLossHook`` checks
