@@ -1,4 +1,4 @@
-"""Trains a small Mask R-CNN with DTN on generated images, and shows its predictions. No GPU is needed.
+"""Trains a small Mask R-CNN with DTN on the CPU, using generated images, and shows its predictions.
 
 The demo generates the data, trains in two processes, and computes COCO metrics on held-out images. Then it draws
 predictions next to the ground truth, reports what the DTN layers do, and writes a summary. The file log.txt in the work

@@ -1,8 +1,7 @@
 """Groups validation images by the first exit of a cascade that classifies them correctly.
 
-The figure has a row for each exit. It shows images that this exit classifies correctly and no earlier exit does,
-choosing the most confident ones of each class. The first row has easy images, and the last row has images that need all
-exits.
+The figure has a row for each exit. Each row contains the most confident images of each class that its exit classifies
+correctly and no earlier exit does. The first row has easy images, and the last row has images that need all exits.
 
 Example:
     python tools/analysis_tools/browse_exits.py CONFIG CHECKPOINT --out exits.png

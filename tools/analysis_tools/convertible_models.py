@@ -67,7 +67,7 @@ def build(name: str) -> tuple[nn.Module, tuple[int, int]]:
 
 
 def difference(model: nn.Module, converted: nn.Module, size: tuple[int, int], of_all: bool = False) -> float:
-    """Returns the largest relative difference of the outputs, or with ``of_all`` that of their L2 norms."""
+    """Returns the largest relative difference between outputs. With ``of_all``, differences are L2 norms."""
     images = torch.randn(2, 3, *size, generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         outputs, new = ([v for v in tree_leaves(m(images)) if isinstance(v, Tensor)] for m in (model, converted))

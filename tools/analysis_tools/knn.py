@@ -51,7 +51,7 @@ def configure(args: argparse.Namespace) -> Config:
             f'{args.data or args.config} has no training or no test data. Name a config that has both with --data.'
         )
     pipeline = innermost(queries.dataset).pipeline
-    # Removing dataset wrappers makes each training image occur once.
+    # Without dataset wrappers, each training image occurs exactly once.
     images = dict(innermost(data.train_dataloader.dataset), pipeline=pipeline, test_mode=True)
     loader = dict(
         batch_size=args.batch_size,

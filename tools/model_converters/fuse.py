@@ -1,4 +1,4 @@
-"""Folds norms of a trained model that are affine in evaluation mode into neighbouring layers.
+"""Folds norms that are affine in evaluation mode into the neighbouring layers of a trained model.
 
 The tool writes FUSED.pth and the config FUSED.py, which builds the fused model. All tools accept this pair of files.
 For each norm of the backbone, the output names the layer into which the norm was folded, or the reason why the norm
