@@ -82,7 +82,7 @@ def from_dtn_plain_vit(state: State) -> State:
             r'\.1\.fn\.net\.3\.': '.mlp.fc2.',
         }.items():
             key = re.sub(theirs, timms, key)
-        if key == 'patch_embed.proj.weight':  # from a linear layer on flattened patches with channels last
+        if key == 'patch_embed.proj.weight':  # comes from a linear layer on flattened patches with channels last
             side = math.isqrt(value.shape[1] // 3)
             value = value.unflatten(1, (side, side, -1)).permute(0, 3, 1, 2)
         out[key] = value
@@ -92,8 +92,8 @@ def from_dtn_plain_vit(state: State) -> State:
 def _rename_norms(state: State) -> State:
     """Renames the parameters and buffers of norms.
 
-    The authors' DTN layers project (dx, dy, dx^2 + dy^2) to scores. Their offset (dx, dy) points from key to query. The
-    offset in this package points from query to key, so the signs of dx and dy are flipped.
+    The authors' DTN layers project (dx, dy, dx^2 + dy^2) to scores. In these layers, the offset (dx, dy) points from
+    key to query. In this package, the offset points from query to key, so the signs of dx and dy are flipped.
     """
     out: State = {}
     for key, value in state.items():

@@ -1,4 +1,4 @@
-"""Downloads checkpoints from URLs. Each file is downloaded once, completely or not at all."""
+"""Downloads checkpoints from URLs. Each file is downloaded only once, and completely or not at all."""
 
 import hashlib
 import http.client

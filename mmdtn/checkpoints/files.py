@@ -29,7 +29,7 @@ class UnfitFile(UserError, ValueError):
 
 
 class _Log:
-    """Stand-in for MMEngine's HistoryBuffer, which looks up functions by name when it is unpickled."""
+    """Replacement for MMEngine's HistoryBuffer, whose unpickling looks up functions by name."""
 
 
 # Types other than tensors in MMEngine's checkpoints. Unpickling these types does not run code.

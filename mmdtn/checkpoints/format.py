@@ -67,7 +67,7 @@ class Format:
 
     @property
     def is_own(self) -> bool:
-        """Returns whether the format belongs to this package. The tensors in such files do not determine the config."""
+        """Returns whether the format is one of this package's own, whose tensors do not determine the config."""
         return self.convert is as_they_are
 
     def recognises(self, keys: Iterable[str]) -> bool:

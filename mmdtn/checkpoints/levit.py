@@ -56,12 +56,12 @@ def from_levit(state: State) -> State:
 
 
 def _stem(layer: int, rest: str) -> str:
-    """Translates a key of the stem. Even numbers are convolutions, and odd numbers are activations."""
+    """Translates a key of the stem. Even layers are convolutions, and odd layers are activations."""
     return f'patch_embed.conv{layer // 2 + 1}.' + re.sub(r'^(c|conv)\.', 'linear.', rest)
 
 
 def _sub_block(stage: int, index: int, rest: str) -> str:
-    """Translates a key of a sub-block. Even numbers are attention layers, and odd numbers are MLPs."""
+    """Translates a key of a sub-block. Even sub-blocks are attention layers, and odd sub-blocks are MLPs."""
     for theirs, ours in {
         r'\.c\.': '.linear.',
         r'^(q|proj)\.1\.': r'\1.ln.',

@@ -67,7 +67,7 @@ def check_origin(settings: Mapping[str, Any], backbone: nn.Module, resize: bool 
     try:
         with torch.device('meta'):  # allocates no memory
             origin = type(backbone)(**said | dict(init_cfg=None))
-    except TypeError:  # another version of this package had other arguments
+    except TypeError:  # a different version of this package had different arguments
         return False
     differences = []
     before, after = (getattr(model, 'cls_from', None) for model in (origin, backbone))
@@ -120,7 +120,7 @@ def _function_of(norm: DTN) -> tuple:
 
 
 def _in_evaluation(norm: nn.Module) -> dict[str, Any]:
-    """Returns those arguments of a norm that have an effect in evaluation."""
+    """Returns the arguments of a norm that take effect in evaluation."""
     names = inspect.signature(type(norm)).parameters.keys() - OF_TRAINING
     return {name: getattr(norm, name) for name in names}
 

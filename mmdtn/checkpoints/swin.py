@@ -13,8 +13,8 @@ def from_mmdet_swin(state: State) -> State:
     out: State = {}
     for key, value in _rename(state, 'stages', merging_first=False, whose="MMDetection's SwinTransformer").items():
         if re.search(r'\.downsample\.(norm|reduction)\.', key):
-            # Patch merging joins four tokens. Their values are ordered by channel, row and column in MMDetection, and
-            # by column, row and channel in this package.
+            # Patch merging joins four tokens. The joined values are ordered by channel, row and column in MMDetection,
+            # and by column, row and channel in this package.
             value = value.unflatten(-1, (-1, 2, 2)).transpose(-1, -3).flatten(-3)
         for theirs, ours in {
             'patch_embed.projection.': 'patch_embed.proj.',

@@ -1,6 +1,6 @@
 """Formats of T2T-ViT checkpoints. The translation depends only on keys and tensors.
 
-Files of T2T-ViT with Unified Normalization (UN) instead of LayerNorm, published by UN's authors, are also supported.
+The formats include T2T-ViTs with Unified Normalization (UN) instead of LayerNorm, which the authors of UN publish.
 
 Most files contain a table of sines for positions, which the model computes itself. In this package, the class token has
 no position embedding, so that it can join before any block. A translated class token therefore includes its original

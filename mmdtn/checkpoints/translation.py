@@ -121,7 +121,7 @@ def translate(
 
 def split(state: State) -> tuple[State, State]:
     """Splits a state dict into the tensors of the backbone and those of necks and heads."""
-    for prefix in ('backbone.', 'teacher.module.backbone.'):  # DINO's files have the second prefix
+    for prefix in ('backbone.', 'teacher.module.backbone.'):  # the second prefix occurs in DINO's files
         if any(key.startswith(prefix) for key in state):
             theirs = {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
             return theirs, {key: value for key, value in state.items() if not key.startswith(prefix)}
@@ -196,7 +196,7 @@ def _resize(key: str, value: Tensor, want: Tensor) -> Tensor | None:
 
 
 def _check_heads(ours: State, backbone: nn.Module, name: str, configured: bool) -> None:
-    """Raises ValueError if the number of heads differs from the file, because tensor shapes do not show this number."""
+    """Raises ValueError if the number of heads differs from that in the file. Tensor shapes do not show this number."""
     for key in ours:
         if not re.search(r'\.attn\.(q|qkv)\.weight$', key) or (FORMATS[name].is_own and configured):
             continue

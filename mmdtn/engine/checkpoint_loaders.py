@@ -9,7 +9,7 @@ from mmdtn.checkpoints.fetch import fetch
 
 
 def load_from_url(url: str, map_location: Any = None) -> Any:
-    """Loads a checkpoint from a URL. All processes of a machine share one download."""
+    """Loads a checkpoint from a URL. All processes on a machine share one download."""
     return CheckpointLoader.load_checkpoint(str(fetch(url)), map_location)
 
 

@@ -37,7 +37,7 @@ class BFloat16OptimWrapper(OptimWrapper):
 def keep_freed_memory() -> None:
     """Makes glibc keep freed memory for later tensors, as PyTorch's caching allocator does on GPUs.
 
-    By default glibc returns large blocks to the operating system. Every step then requests them again, and the
+    By default, glibc returns large blocks to the operating system. Every step then requests these blocks again, and the
     operating system zeroes them page by page.
     """
     if platform.libc_ver()[0] == 'glibc':
@@ -74,7 +74,7 @@ def run_on_cpu(cfg: Config) -> None:
 
 
 def _shard_on_cpu(cfg: Config) -> None:
-    from mmengine._strategy import FSDPStrategy  # mmengine's documentation imports it under this name
+    from mmengine._strategy import FSDPStrategy  # mmengine's documentation uses this import path
 
     if not issubclass(class_of(cfg.strategy, STRATEGIES), FSDPStrategy):
         return

@@ -151,7 +151,7 @@ def describe(info: dict, fault: str) -> str:
 
 
 def note(log_dir: str, line: str) -> None:
-    """Appends a line to the list of skipped images of this process.
+    """Appends a line to this process's list of skipped images.
 
     Data workers are separate processes that may be killed at any time. A short line is appended completely or not at
     all.

@@ -59,7 +59,7 @@ class _StopsAfterAFewSteps(Hook):
         self.start = time.perf_counter()
 
     def after_val(self, runner: Runner) -> None:
-        self.start = time.perf_counter()  # excludes a validation between two short epochs
+        self.start = time.perf_counter()  # excludes the time of a validation between two short epochs
 
     def after_train_iter(self, runner: Runner, *args: Any, **kwargs: Any) -> None:
         _wait_for_gpu()
@@ -120,5 +120,5 @@ def _peak_memory() -> str:
         import resource
     except ImportError:
         return 'unknown on this system'
-    unit = 1 if sys.platform == 'darwin' else 1024  # bytes in a unit of ru_maxrss
+    unit = 1 if sys.platform == 'darwin' else 1024  # number of bytes in one unit of ru_maxrss
     return f'{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30:.2f} GB of the process'

@@ -15,7 +15,7 @@ ENDS = dict(JPEG=b'\xff\xd9', PNG=b'IEND\xae\x42\x60\x82')
 
 
 class DataError(UserError):
-    """Raised for unusable data. With ``--strict``, also raised for data that would otherwise be left out."""
+    """Raised for unusable data. With ``--strict``, data that would otherwise be left out also raises the error."""
 
 
 def coco_faults(path: str, classes: Sequence[str] = ()) -> list[str]:
@@ -127,7 +127,7 @@ def image_fault(path: str) -> str | None:
     """Returns the reason why an image file is unusable, or None for a complete file.
 
     For most files, only the first and last bytes are read. Truncated JPEG files must be found here, because some
-    versions of OpenCV decode them and fill the rest with grey.
+    versions of OpenCV decode them and fill the missing part with grey.
     """
     try:
         if os.path.getsize(path) == 0:
@@ -141,7 +141,7 @@ def image_fault(path: str) -> str | None:
     except OSError as error:
         return _reason(error)
     except Image.DecompressionBombError:
-        return None  # OpenCV reads larger images than Pillow
+        return None  # OpenCV can read larger images than Pillow
     return decoding_fault(path)  # the format has no end marker, or the marker is not at the end
 
 

@@ -3,7 +3,7 @@
 MMEngine restores weights, optimizer, schedules and counters. MMEngine does not restore the position within an epoch,
 the random states of the process and its data workers, or a sampler seed that is not set in the config.
 
-The loops here save no random states. Instead, the iteration number seeds the model, and the sample number seeds the
+These loops save no random states. Instead, the iteration number seeds the model, and the sample number seeds the
 augmentation of a sample. Random numbers drawn during validation therefore do not affect training.
 """
 

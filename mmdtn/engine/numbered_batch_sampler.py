@@ -72,7 +72,7 @@ class NumberedBatchSampler(Sampler):
 
 @dataclass
 class NumberedBatch:
-    """Indices of the samples in a batch. Iterating over them seeds all random generators before each index."""
+    """Indices of the samples in a batch. Iterating over the batch seeds all random generators before each index."""
 
     indices: Sequence[int]
     numbers: Sequence[int]

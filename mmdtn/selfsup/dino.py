@@ -20,7 +20,7 @@ GLOBAL_VIEWS = 2  # the teacher sees the first two views of each image
 
 
 class Distillation(NamedTuple):
-    """Loss of DINO and the entropy of the teacher, which is a lower bound of the loss."""
+    """DINO's loss and its lower bound, the entropy of the teacher."""
 
     loss: Tensor
     teacher_entropy: Tensor

@@ -10,8 +10,8 @@ from torch import nn
 class TeacherEMA(ExponentialMovingAverage):
     """Moving average of a student. Its momentum rises to 1 along a cosine.
 
-    Optimizer step ``t`` of ``N`` is followed by ``teacher = m_t * teacher + (1 - m_t) * student``, where ``m_t = 1 - (1
-    - momentum) * (1 + cos(pi * t / N)) / 2``. The teacher starts as a copy of the student and receives no gradients.
+    After optimizer step ``t`` of ``N``, the teacher becomes ``m_t * teacher + (1 - m_t) * student``, where ``m_t = 1 -
+    (1 - momentum) * (1 + cos(pi * t / N)) / 2``. The teacher starts as a copy of the student and receives no gradients.
     Because it is always in evaluation mode, stochastic depth is disabled.
 
     Two existing classes are unsuitable: MMPretrain's ``CosineEMA`` only copies the student in the first step, and

@@ -43,10 +43,10 @@ def features_of(model: Any, batch: dict) -> Features:
 
 
 def joined(parts: Sequence[Features], length: int) -> Features:
-    """Gathers the features of all ``length`` images of a dataset from all processes.
+    """Gathers the features of a dataset's ``length`` images from all processes.
 
     With n processes, MMEngine's ``DefaultSampler`` gives each process every n-th image, and repeats some images so that
-    all processes have equally many.
+    all processes have the same number of images.
     """
     vectors, labels = torch.cat([p.vectors for p in parts]), torch.cat([p.labels for p in parts])
     return Features(*(torch.stack(all_gather(each), 1).flatten(0, 1)[:length] for each in (vectors, labels)))

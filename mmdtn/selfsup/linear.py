@@ -10,7 +10,7 @@ from mmengine.model import BaseModel, BaseModule
 from mmengine.registry import METRICS, MODELS
 from torch import Tensor, nn
 
-# Maps the name of each feature type to the backbone's options and the number of vectors that it returns.
+# Maps each feature type to the backbone's options and its number of output vectors.
 FEATURES: dict[str, tuple[dict[str, Any], int]] = {
     'cls+mean': (dict(out_type='cls+mean'), 2),
     'last4': (dict(out_type='cls_token', out_indices=(-4, -3, -2, -1)), 4),
@@ -90,7 +90,7 @@ class LinearProbe(BaseModel):
 
 @METRICS.register_module()
 class ProbeAccuracy(BaseMetric):
-    """Accuracy of each classifier of :class:`LinearProbe`.
+    """Metric for the accuracy of each classifier of :class:`LinearProbe`.
 
     The metrics ``accuracy/top1``, ``accuracy/top5`` and ``best_rate`` are the accuracies and the learning rate of the
     classifier with the highest top-1 accuracy.

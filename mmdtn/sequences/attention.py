@@ -150,8 +150,8 @@ class ReformerAttention(nn.Module):
 
     As in Long-Range Arena, queries and keys are shared, and the output is not projected. Each head sorts the tokens by
     hash bucket and then by position, puts padding last, and splits the result into chunks. A token attends to its own
-    chunk and to the previous one. The last chunk counts as the one before the first. A token attends to itself only if
-    the two chunks contain no other real token.
+    chunk and to the previous one. For the first chunk, the last chunk takes the place of the previous one. A token
+    attends to itself only if the two chunks contain no other real token.
 
     Args:
         channels: Number of channels, C.
@@ -205,7 +205,7 @@ class ReformerAttention(nn.Module):
         return bucket.masked_fill(~real[:, None], self.num_buckets).argsort(dim=-1, stable=True)
 
     def chunks(self, x: Tensor) -> Tensor:
-        """Splits a tensor ``B x K x T x c`` into n chunks of S tokens, with shape ``B x n x K x S x c``."""
+        """Splits a tensor ``B x K x T x c`` into n chunks of S tokens, giving ``B x n x K x S x c``."""
         return x.unflatten(2, (self.num_chunks, self.chunk_size)).transpose(1, 2)
 
     def with_chunk_before(self, chunks: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from .listops import DIGITS, PADDING, VOCABULARY_SIZE
 
 @MODELS.register_module()
 class SequencePreprocessor(BaseDataPreprocessor):
-    """Preprocessor that pads ``tokens`` to ``max_length`` and adds the numbers of real tokens as ``lengths``."""
+    """Preprocessor that pads ``tokens`` to ``max_length`` and stores the numbers of real tokens in ``lengths``."""
 
     def __init__(self, max_length: int) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
 """Compares the speed and memory of backbones with DTN, with LayerNorm, and from other packages.
 
 In each round, the models of a family take turns, so that their ratios are reliable. Times and ratios are medians over
-all rounds. With --count, the tool computes kernel launches and memory traffic of a GPU without needing one.
+all rounds. With --count, the tool computes the kernel launches and memory traffic of a GPU, but needs no GPU.
 
 Example:
     python tools/analysis_tools/benchmark_backbone.py --models pvt swin vit --repeats 5 --only 224
@@ -118,7 +118,7 @@ def line(name: str, values: dict[str, float], formats: dict[str, str]) -> str:
 
 
 def count(families: list[str], shape: tuple[int, ...]) -> None:
-    if os.environ.get('TRITON_INTERPRET') != '1':  # must be set before Triton defines kernels, so restart
+    if os.environ.get('TRITON_INTERPRET') != '1':  # Triton reads this when defining kernels, so a restart is needed
         environment = dict(os.environ, TRITON_INTERPRET='1')
         sys.exit(subprocess.run([sys.executable, *sys.argv], env=environment).returncode)
     print(f'forward, {" x ".join(map(str, shape))}, float32')

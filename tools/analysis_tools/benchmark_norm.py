@@ -1,4 +1,4 @@
-"""Compares the time of the DTN layer with LayerNorm, and measures the cost of its GPU kernels.
+"""Compares the time of the DTN layer with that of LayerNorm, and measures the cost of its GPU kernels.
 
 Times are medians. All measurements run in one process, so that ratios are reliable while other processes use the
 machine. The following options need no GPU:
@@ -31,7 +31,7 @@ COUNTED = [(1, 64, 4, 24, 24, 4), (1, 64, 1, 17, 32, 1), (2, 432, 9, 14, 14, 1)]
 
 
 def count() -> None:
-    if os.environ.get('TRITON_INTERPRET') != '1':  # must be set before Triton defines kernels, so restart
+    if os.environ.get('TRITON_INTERPRET') != '1':  # Triton reads this when defining kernels, so a restart is needed
         environment = dict(os.environ, TRITON_INTERPRET='1')
         sys.exit(subprocess.run([sys.executable, *sys.argv], env=environment).returncode)
     from mmdtn.benchmarks.traffic import Traffic, count_dtn, count_layernorm, count_residual

@@ -1,6 +1,6 @@
 """Groups validation images by the first exit of a cascade that classifies them correctly.
 
-The figure has a row for each exit. Each row contains the most confident images of each class that its exit classifies
+The figure has a row for each exit. For each class, a row contains the most confident images that its exit classifies
 correctly and no earlier exit does. The first row has easy images, and the last row has images that need all exits.
 
 Example:
@@ -27,8 +27,7 @@ from mmdtn.reports.figures import COLUMNS
 def first_right(found: Answers, labels: list[int], number: int) -> list[int]:
     """Returns the images that exit ``number``, counted from 0, classifies correctly and no earlier exit does.
 
-    The order starts with the most confident image of each class, followed by the second most confident of each class,
-    and so on.
+    The most confident images of all classes come first, then the second most confident images, and so on.
     """
     chosen = found.hit[number] & ~found.hit[:number].any(0)
     surest = [i for i in found.conf[number].argsort(descending=True, stable=True).tolist() if chosen[i]]

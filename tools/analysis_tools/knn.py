@@ -1,9 +1,9 @@
 """Classifies test images by their k nearest neighbours among the training images.
 
 The features are the output of the neck, or of the backbone if the model has no neck. The output is either one vector
-per image or a map, which is averaged. The tool accepts any config of MMPretrain, and those in configs/dino, whose
-teacher is evaluated. Training and test images use the transforms of the test set. To use several processes, run the
-tool with torchrun --nproc_per_node N and --launcher pytorch.
+per image or a map, which is averaged. The tool accepts any config of MMPretrain or configs/dino. For DINO, the teacher
+is evaluated. Training and test images use the transforms of the test set. To use several processes, run the tool with
+torchrun --nproc_per_node N and --launcher pytorch.
 
 Example:
     python tools/analysis_tools/knn.py CONFIG CHECKPOINT --k 10 20 100 200

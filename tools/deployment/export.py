@@ -1,4 +1,4 @@
-"""Exports a model as ONNX, or as an exported program of torch.
+"""Exports a model as an ONNX file or as an exported program of torch.
 
 Classifiers of MMPretrain return scores. RetinaNet, Faster R-CNN and Mask R-CNN return boxes, scores, labels and masks
 after non-maximum suppression. The tool also writes a script predict.py next to the file, which runs the model without

@@ -21,7 +21,7 @@ class CheckClassesHook(Hook):
     If a head has no class for a label, some detectors treat the label as background, and others crash. If the class
     folders of the training and validation data differ, the same label stands for different classes.
 
-    MMDetection's ``NumClassCheckHook`` must be added to each config. It rejects heads with too many classes, and it
+    MMDetection's ``NumClassCheckHook`` must be added to each config. It also rejects heads with too many classes, and
     does not compare the datasets.
     """
 
@@ -59,7 +59,7 @@ def check_heads(runner: Runner, classes: tuple[str, ...], which: str) -> None:
 def heads(model: nn.Module) -> Iterator[tuple[str, int]]:
     """Yields the name and number of classes of each head that predicts classes.
 
-    RPNs and class-agnostic mask heads are left out.
+    RPNs and class-agnostic mask heads are skipped.
     """
     for name, module in model.named_modules():
         number = getattr(module, 'num_classes', None)

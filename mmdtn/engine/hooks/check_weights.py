@@ -22,8 +22,8 @@ class CheckWeightsHook(Hook):
     """Hook that rejects checkpoints that do not fit the model.
 
     A checkpoint does not fit if it lacks parameters, has different shapes, or has DTN parameters that the model lacks.
-    If the checkpoint contains a config, the backbones must also agree in eps, heads and class token. In these cases,
-    MMEngine only logs a warning, and the metrics look like those of a bad model.
+    If the checkpoint contains a config, its backbone must also have the model's eps, heads and class token. In these
+    cases, MMEngine only logs a warning, and the metrics look like those of a bad model.
     """
 
     priority = 'VERY_HIGH'

@@ -15,14 +15,15 @@ NOTE = 'last_validation'  # file in the work directory with the iteration of the
 class MissedValidationHook(Hook):
     """Hook that starts a resumed run with a validation if its checkpoint was not completely validated.
 
-    MMEngine saves a checkpoint before the validation, but resumes after it. Without this hook, the log would lack a
-    point, ``save_best`` would lack a candidate, and a run killed in its last validation would have no result.
+    MMEngine saves checkpoints before validating, but a resumed run continues after the validation. Without this hook,
+    the log would lack a point, ``save_best`` would lack a candidate, and a run killed in its last validation would have
+    no result.
 
     The validation runs in ``before_train``, because mmengine's loops call no other hook before they start the next
     epoch or end.
     """
 
-    priority = 'LOWEST'  # after the other hooks are set up
+    priority = 'LOWEST'  # runs after the other hooks are set up
 
     def before_train(self, runner: Runner) -> None:
         if not runner.iter or runner.val_loop is None or not _is_due(runner):

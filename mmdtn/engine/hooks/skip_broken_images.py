@@ -44,7 +44,7 @@ class SkipBrokenImagesHook(Hook):
 class WithoutBrokenImages(Compose):
     """Pipeline that returns None for an image that cannot be decoded, so that the dataset draws another image.
 
-    All other errors of the pipeline are raised.
+    All other errors in the pipeline are still raised.
     """
 
     def __init__(self, pipeline: Compose, log_dir: str, strict: bool) -> None:

@@ -22,7 +22,7 @@ class NonFiniteError(UserError):
 
 @HOOKS.register_module()
 class StopOnNonFiniteHook(Hook):
-    """Hook that stops a run before a NaN or infinite loss changes the weights or damaged weights are saved.
+    """Hook that stops a run before a NaN or infinite loss changes the weights, and before damaged weights are saved.
 
     The error names the iteration, the images and the layer. To find the layer, the hook repeats the forward pass with
     the same random numbers and checks the output of every layer. In contrast, mmdet's ``CheckInvalidLossHook`` checks
@@ -90,9 +90,9 @@ class StopOnNonFiniteHook(Hook):
 class _Flag:
     """Flag that tells whether a loss is finite in all processes.
 
-    All processes stop together. A NaN in one process spreads to the gradients of all processes. A process that repeats
-    a step alone would wait for the others wherever the model averages over processes. On GPUs, the flag is reduced on a
-    separate stream, so that no process delays another's backward pass.
+    All processes stop together. A NaN in one process spreads to the gradients of all processes. If only one process
+    repeated a step, it would wait for the others wherever the model averages over processes. On GPUs, the flag is
+    reduced on a separate stream, so that no process delays another's backward pass.
     """
 
     def __init__(self, loss: Tensor) -> None:
@@ -161,7 +161,7 @@ def _all_finite(values: Any) -> bool:
 
 
 def _image_names(batch: Any) -> Iterator[str]:
-    """Yields the image names in a batch's data samples."""
+    """Yields the image names from the data samples of a batch."""
     for leaf in _leaves(batch):
         if hasattr(leaf, 'metainfo'):
             names = leaf.metainfo

@@ -54,7 +54,7 @@ class WholeCheckpointHook(CheckpointHook):
 
     @contextmanager
     def _naming_the_last(self) -> Iterator[None]:
-        """If the disk is full, adds the checkpoint for resuming to the error message."""
+        """If the disk is full, names the checkpoint to resume from in the error message."""
         try:
             yield
         except NoRoomError as error:
@@ -109,7 +109,7 @@ def newest_whole_checkpoint(work_dir: str | Path, *folders: str | Path) -> Path 
 def can_resume_from(path: Path) -> bool:
     """Returns whether a file is a complete checkpoint that includes the optimizer state."""
     try:
-        # The directory of a zip archive is at its end, and each entry has a checksum.
+        # A zip archive has its directory at the end, and a checksum for each entry.
         with zipfile.ZipFile(path) as archive:
             if archive.testzip() is not None:
                 return False
