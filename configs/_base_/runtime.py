@@ -1,6 +1,6 @@
 # Settings that extend MMEngine's defaults in every run of this project. The files mmdet_runtime.py and
 # mmpretrain_runtime.py merge the settings into the runtimes of the two packages, and recipes merge `train_cfg` into
-# their schedules. For configs that do not inherit the settings, tools/train.py merges them.
+# their schedules. tools/train.py merges the settings into all other configs.
 runtime = dict(
     custom_imports=dict(imports=['mmdtn']),
     # Counts epochs with max_epochs and iterations with max_iters. A resumed run equals an uninterrupted run.

@@ -50,8 +50,8 @@ def read(source: str | Path) -> State:
 
     The weights may form the whole file or be stored under a key such as ``state_dict``, ``model``, ``net`` or
     ``model_state_dict``. The prefix ``module.`` from distributed training is removed. If the file contains a moving
-    average of the weights, as timm's training checkpoints do, the function returns the average. For checkpoints of
-    facebookresearch/dino, the function returns the teacher.
+    average of the weights, as timm's training checkpoints do, the average is returned. For checkpoints of
+    facebookresearch/dino, the teacher is returned.
 
     Args:
         source: Path, URL, or any other location that MMEngine's file backends support.

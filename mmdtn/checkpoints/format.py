@@ -38,14 +38,14 @@ class Format:
         settings: Function of the original state dict. Returns the arguments that the backbone needs for the file.
         computed: Function of the translated state dict and the backbone. Returns the keys whose values the backbone
             computes itself, each with the reason. Raises ValueError if the backbone computes different values.
-        check: Function of a backbone. Returns the reason if the backbone would compute different outputs with the
+        check: Function of a backbone. Returns the reason why the backbone would compute different outputs with the
             weights of such files, or ''.
         note: Function of the translated state dict. Returns a message for the user about settings that the tensors do
             not determine, or ''.
-        in_auto: Function of the original state dict. Returns whether the format is considered if the user names none.
-        norm_cfg: Normaliser of the model in the file, unless ``settings`` returns another one.
-        out_type: ``out_type`` for which the backbone returns the features of the model in the file. None: the file
-            contains a whole model.
+        in_auto: Function of the original state dict. Returns whether to consider the format if the user names none.
+        norm_cfg: Normaliser in the file, unless ``settings`` returns a different one.
+        out_type: ``out_type`` with which the backbone returns the features of the original model. None means that the
+            file contains a whole model.
     """
 
     backbone: str

@@ -78,7 +78,8 @@ def translate(
             lacks are taken from the model, so the model must be newly initialised.
         source: Format of the file, one of ``CHOICES``.
         warm_start: Initial value of all lambdas if the file has LayerNorm and the model has DTN.
-        resize: If True, interpolates position embeddings and bias tables of another size. If False, they are an error.
+        resize: Whether to interpolate position embeddings and bias tables of a different size. If False, they raise an
+            error.
         keep: Regular expression for names of backbone parameters that keep their initial values.
         settings: Settings of the backbone in the file, as :func:`backbone_settings` returns them.
     """

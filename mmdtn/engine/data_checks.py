@@ -27,7 +27,7 @@ def check_data(runner: Runner, names: tuple[str, ...], strict: bool = False) -> 
     sets are large, so SkipBrokenImagesHook checks each training image when it is loaded.
 
     Args:
-        runner: Runner that is built but has not started.
+        runner: Runner that has not started.
         names: The loaders to check: ``'train'``, ``'val'`` or ``'test'``.
         strict: Whether to raise an error at the first fault.
     """

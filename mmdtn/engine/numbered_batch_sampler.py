@@ -29,7 +29,7 @@ class NumberedBatchSampler(Sampler):
         batch_size: Number of samples in a batch, which mmengine passes.
         batch_sampler: Config of the batch sampler that forms the batches.
         seed: Seed of the augmentation.
-        endless: Whether the sampler's next epoch follows after the last batch.
+        endless: Whether the next epoch follows the last batch.
     """
 
     def __init__(

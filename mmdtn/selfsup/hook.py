@@ -26,8 +26,8 @@ class DINOHook(Hook):
 
     Args:
         clip_grad: Maximum norm of the gradient of each single parameter. None disables clipping.
-        frozen_last_layer: Number of epochs in which the last layer of the head is frozen. The layer has no gradients
-            then, so the optimizer skips it and applies no weight decay.
+        frozen_last_layer: Number of epochs in which the head's last layer is frozen. The layer then has no gradients,
+            so the optimizer skips it and applies no weight decay.
         warmup_temp: Temperature of the teacher in the first epoch.
         warmup_epochs: Number of epochs in which the temperature changes linearly to the model's ``teacher_temp``.
 

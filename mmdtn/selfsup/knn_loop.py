@@ -26,8 +26,8 @@ class KNNLoop(ValLoop):
         bank: Config of the loader of labelled images, with test transforms and without shuffling.
         ks: Numbers of neighbours.
         temperature: Temperature of the votes. The vote of a neighbour is ``exp(similarity / temperature)``.
-        stage: ``'val'``, or ``'test'`` in a ``test_cfg``. The loop calls the hooks of this stage.
-        keep: Path of a file to which the features of both sets are saved.
+        stage: ``'val'``, or ``'test'`` in a ``test_cfg``. Determines which hooks the loop calls.
+        keep: File to which the features of both sets are saved.
 
     Example:
         val_cfg = dict(type='KNNLoop', bank=dict(batch_size=256, dataset=..., sampler=dict(type='DefaultSampler',

@@ -42,7 +42,7 @@ class LinearProbe(BaseModel):
     must set the learning rate of each classifier. The log shows one loss for each learning rate.
 
     Args:
-        backbone: Config of a ``ViTDTN`` or ``T2TViTDTN``. ``features`` determines the output of the backbone.
+        backbone: Config of a ``ViTDTN`` or ``T2TViTDTN``. ``features`` determines its output.
         num_classes: Number of classes.
         rates: Learning rates, which are part of the names of the losses.
         features: ``'cls+mean'`` uses the class token and the mean of the patch tokens of the last block. ``'last4'``

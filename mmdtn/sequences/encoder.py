@@ -49,7 +49,7 @@ class SequenceClassifier(BaseModel):
             ``'ReformerAttention'``.
         norm_cfg: Config of the norms in the encoder layers. The final norm is always LayerNorm.
         max_length: Maximum number of tokens in a sequence, not counting the class token.
-        vocabulary_size: Number of embeddings, including the ones for padding and for unknown tokens.
+        vocabulary_size: Number of embeddings, including those for padding and unknown tokens.
         num_classes: Number of classes.
         width: Number of channels.
         depth: Number of encoder layers.
@@ -57,7 +57,7 @@ class SequenceClassifier(BaseModel):
         mlp: Number of hidden channels in each MLP and in the classifier.
         dropout: Dropout rate of the embedding, of the attention output, and of both layers of each MLP.
         pool_size: Number of tokens that DTN averages into one cell.
-        eps: Constant in the denominator of all norms, unless ``norm_cfg`` sets its own.
+        eps: Constant in the denominator of all norms, unless ``norm_cfg`` sets ``eps``.
         masked: Whether the norms exclude padding from their statistics.
     """
 

@@ -1,7 +1,7 @@
 """Compares the speed and memory of backbones with DTN, with LayerNorm, and from other packages.
 
 In each round, the models of a family take turns, so that their ratios are reliable. Times and ratios are medians over
-all rounds. With --count, the tool computes the kernel launches and memory traffic of a GPU, but needs no GPU.
+all rounds. With --count, the tool computes a GPU's kernel launches and memory traffic, but needs no GPU.
 
 Example:
     python tools/analysis_tools/benchmark_backbone.py --models pvt swin vit --repeats 5 --only 224

@@ -1,8 +1,8 @@
 """Folds norms that are affine in evaluation mode into the neighbouring layers of a trained model.
 
 The tool writes FUSED.pth and the config FUSED.py, which builds the fused model. All tools accept this pair of files.
-For each norm of the backbone, the output names the layer into which the norm was folded, or the reason why the norm
-remains. The tool also compares the outputs of the original and the fused model on random images.
+For each norm of the backbone, the tool prints the layer into which the norm was folded, or the reason why the norm
+remains. The tool also compares both models on random images.
 
 Example:
     python tools/model_converters/fuse.py CONFIG CHECKPOINT --out FUSED.pth

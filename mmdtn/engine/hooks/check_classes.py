@@ -21,8 +21,8 @@ class CheckClassesHook(Hook):
     If a head has no class for a label, some detectors treat the label as background, and others crash. If the class
     folders of the training and validation data differ, the same label stands for different classes.
 
-    MMDetection's ``NumClassCheckHook`` must be added to each config. It also rejects heads with too many classes, and
-    does not compare the datasets.
+    MMDetection's ``NumClassCheckHook`` must be added to each config. It rejects heads with too many classes and does
+    not compare the datasets.
     """
 
     def before_train(self, runner: Runner) -> None:

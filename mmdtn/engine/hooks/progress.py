@@ -14,8 +14,8 @@ from tqdm import tqdm
 class ProgressHook(Hook):
     """Hook that shows progress, remaining time, loss and learning rate in tqdm bars at the bottom of a terminal.
 
-    Files and pipes receive only mmengine's log lines. MMEngine's own ``LoggerHook`` writes a line only at intervals,
-    and its ``ProgressBar`` does not show the loss.
+    Files and pipes receive only mmengine's log lines. MMEngine's ``LoggerHook`` writes lines only at intervals, and its
+    ``ProgressBar`` shows no loss.
     """
 
     priority = 'LOWEST'  # runs after other hooks have set the values to show

@@ -24,7 +24,7 @@ class SkipBrokenImagesHook(Hook):
     ``LoadImageFromFile(ignore_empty=True)`` skips files silently and accepts truncated JPEG files.
 
     Args:
-        strict: Whether to stop at the first broken image instead.
+        strict: Whether to stop at the first broken image.
     """
 
     priority = 'LOWEST'  # after mmdet's PipelineSwitchHook, whose new pipeline has no check
