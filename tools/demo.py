@@ -1,8 +1,8 @@
-"""Trains a small Mask R-CNN with DTN on generated images on the CPU, and shows its predictions.
+"""Trains a small Mask R-CNN with DTN on the CPU, using generated images, and shows its predictions.
 
-The demo generates the data, trains in two processes, and computes COCO metrics on held-out images. The demo draws
-predictions next to the ground truth, reports what the DTN layers do, and writes a summary. The output of MMEngine and
-MMDetection goes to log.txt in the work directory.
+The demo generates the data, trains in two processes, and computes COCO metrics on held-out images. Then it draws
+predictions next to the ground truth, reports what the DTN layers do, and writes a summary. The file log.txt in the work
+directory contains the output of MMEngine and MMDetection.
 
 Example:
     python tools/demo.py
@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TextIO
 
-os.environ['CUDA_VISIBLE_DEVICES'] = ''  # set before torch is imported, so that the demo runs on the CPU everywhere
+os.environ['CUDA_VISIBLE_DEVICES'] = ''  # must precede the import of torch, so that the demo always runs on the CPU
 
 import mmcv
 import torch
@@ -35,14 +35,14 @@ from mmdtn.reports.enlarge import enlarge
 
 TOOLS = Path(__file__).resolve().parent
 CONFIG = TOOLS.parent / 'configs' / 'demo' / 'mask-rcnn_pvt-dtn_shapes.py'
-# For feature maps this small, two processes with one thread are faster than one process with two threads.
+# For such small feature maps, two processes with one thread each are faster than one process with two threads.
 PROCESSES = 2
 PICTURES = 12
-ENLARGED = 3  # how many times the pictures are as large as the images
+ENLARGED = 3  # factor by which the pictures are larger than the images
 ANALYZED = 4
-SCORE = 0.5  # minimum score of the predictions that are drawn
+SCORE = 0.5  # minimum score of drawn predictions
 FIRST_SCORE = 0.3  # minimum score after the first epoch, when scores are still low
-# AP and AP50 of the same detector with LayerNorm, as in README.md, and the command that trains it.
+# AP and AP50 of the same detector with LayerNorm, as in README.md, followed by the training command.
 LAYERNORM = dict(bbox=(0.461, 0.691), segm=(0.383, 0.647))
 TRAIN_LAYERNORM = 'tools/dist_train.sh configs/demo/mask-rcnn_pvt-ln_shapes.py 2'
 
@@ -73,7 +73,7 @@ def settings(data: Path, epochs: int | None) -> dict[str, object]:
         'test_dataloader.dataset.data_root': str(data),
         'val_evaluator.ann_file': str(data / 'annotations' / 'instances_val.json'),
         'test_evaluator.ann_file': str(data / 'annotations' / 'instances_val.json'),
-        'train_cfg.val_interval': 10**6,  # the demo only tests once, at the end
+        'train_cfg.val_interval': 10**6,  # the demo tests only once, at the end
     }
     if epochs is not None:
         changed |= {'train_cfg.max_epochs': epochs, 'param_scheduler.1.T_max': epochs}
@@ -83,7 +83,7 @@ def settings(data: Path, epochs: int | None) -> dict[str, object]:
 def train(changed: dict[str, object], work_dir: Path, log: TextIO, look: Callable[[Path], None]) -> Path:
     """Trains with tools/dist_train.sh, and returns the last checkpoint.
 
-    ``look`` is called with the checkpoint of the first epoch.
+    Calls ``look`` with the checkpoint of the first epoch.
     """
     with socket.socket() as free:
         free.bind(('127.0.0.1', 0))
@@ -121,7 +121,7 @@ def quietly(log: TextIO) -> Iterator[None]:
 
 
 def draw(runner: Runner, folder: Path, pictures: int, score: float) -> None:
-    """Draws the first held-out images, with the ground truth on the left and predictions on the right."""
+    """Draws the first held-out images with the ground truth on the left and the predictions on the right."""
     dataset = runner.test_dataloader.dataset
     runner.visualizer.dataset_meta = dataset.metainfo
     for i in range(min(pictures, len(dataset))):
@@ -146,7 +146,7 @@ def analyze(checkpoint: Path, data: Path, folder: Path, log: TextIO) -> Path:
 
 
 def figures(metrics: dict[str, float], comparable: bool) -> str:
-    """Formats the metrics of DTN, and those of LayerNorm if both were trained on the same data for the same time."""
+    """Formats the metrics of DTN, and those of LayerNorm if both were trained equally long on the same data."""
     lines = []
     for kind, name in (('bbox', 'box'), ('segm', 'mask')):
         ap, ap50 = (metrics[f'coco/{kind}_mAP{suffix}'] for suffix in ('', '_50'))

@@ -1,10 +1,11 @@
-"""Computes the accuracy of a cascade over its mean cost.
+"""Computes the accuracy of a cascade as a function of its mean cost.
 
 --mode 0  prints the results that are stored in a published checkpoint
 --mode 1  applies the thresholds that are stored in the checkpoint to the validation set
 --mode 2  finds thresholds on training images, and applies them to the validation set
 
-Modes 1 and 2 write figures and the file budget.json, which a config reads with thresholds=dict(file=..., gflops=...).
+Modes 1 and 2 write figures and the file budget.json. A config reads this file with thresholds=dict(file=...,
+gflops=...).
 
 Example:
     python tools/dvt_budget.py CONFIG CHECKPOINT --mode 2
@@ -56,7 +57,7 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def cost(model: DVT, checkpoint: dict[str, Any], loader: DataLoader) -> list[float]:
-    """Returns the GFLOPs up to each exit, either from the checkpoint or counted for one validation image."""
+    """Returns the GFLOPs up to each exit, taken from the checkpoint or counted for one validation image."""
     if 'flops' in checkpoint:
         return [float(value) for value in checkpoint['flops']]
     image = model.data_preprocessor(next(iter(loader)), training=False)['inputs'][:1]
@@ -69,7 +70,7 @@ def curve_of(found: Answers, gflops: list[float], thresholds: torch.Tensor) -> B
 
 
 def measure(args: argparse.Namespace, cfg: Config, model: DVT, file: dict[str, Any]) -> tuple[dict, DataLoader]:
-    """Measures accuracy and cost on the validation set, for the thresholds of each search."""
+    """Measures accuracy and cost on the validation set for the thresholds of each search."""
     loader = build_loader(cfg, 'val_dataloader')
     gflops = cost(model, file, loader)
     if args.mode == 1:

@@ -1,8 +1,8 @@
-"""Runs studies, which train the same model with one setting changed and with several seeds.
+"""Runs studies, which change one setting of a model and train each variant with several seeds.
 
-A STUDY is a file in configs/studies. The runs of a study use tools/train.py and tools/test.py, with one core each. A
-finished run has a record in --results and is not repeated. An interrupted run resumes from its last checkpoint. At the
-end, tables and curves are made from all records, and the section of the study in --page is replaced.
+A STUDY is a file in configs/studies. Each run uses one core for tools/train.py and tools/test.py. A finished run has a
+record in --results and is not repeated. An interrupted run resumes from its last checkpoint. At the end, the tool
+creates tables and curves from all records, and replaces the study's section in --page.
 
 Example:
     python tools/study.py STUDY
@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> None:
     failures = []
     if not args.report:
         todo = [job for study in studies for job in jobs(study, args.variants, args.seeds)]
-        todo.sort(key=lambda job: job.seed)  # runs the first seeds of all studies first
+        todo.sort(key=lambda job: job.seed)  # starts with the first seed of every study
         try:
             failures = run_all(todo, args.results, args.work_dir, ROOT, args.processes)
         except KeyboardInterrupt:

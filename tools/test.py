@@ -16,7 +16,7 @@ from mmdtn.engine.launch import add_common_options, add_hook, build_runner, chec
 from mmdtn.errors import UserError, readable_errors
 from mmdtn.registry import class_of, package_of
 
-DUMPS = dict(mmdet='mmdet.DumpDetResults')  # run-length encodes masks, while mmengine's metric stores every pixel
+DUMPS = dict(mmdet='mmdet.DumpDetResults')  # run-length encodes masks, whereas mmengine's metric stores every pixel
 TTA_MODELS = dict(
     mmdet=dict(type='DetTTAModel', tta_cfg=dict(nms=dict(type='nms', iou_threshold=0.5), max_per_img=100)),
     mmpretrain=dict(type='mmpretrain.AverageClsScoreTTA'),
@@ -59,7 +59,7 @@ def configure(args: argparse.Namespace) -> Config:
 
 
 def package(cfg: Config) -> str:
-    """Returns the MM package of the model's class, or the default scope of the config for other classes."""
+    """Returns the MM package of the model's class, or the config's default scope for classes of other packages."""
     return package_of(class_of(cfg.model, MODELS)) or cfg.get('default_scope', 'mmengine')
 
 
@@ -100,7 +100,7 @@ def with_mirror_images(pipeline: list[Any], package: str) -> list[Any]:
     if package == 'mmdet':
         keys = ('img_id', 'img_path', 'ori_shape', 'img_shape', 'scale_factor', 'flip', 'flip_direction')
         pack = dict(pack, meta_keys=keys)
-    flip = 'mmdet.RandomFlip' if package == 'mmdet' else 'mmengine.RandomFlip'  # the latter is mmcv's class
+    flip = 'mmdet.RandomFlip' if package == 'mmdet' else 'mmengine.RandomFlip'  # mmengine's scope contains mmcv's class
     flips = [dict(type=flip, prob=1.0), dict(type=flip, prob=0.0)]
     return [*steps, dict(type='TestTimeAug', transforms=[flips, [pack]])]
 

@@ -1,4 +1,4 @@
-"""Trains the model of a config of any MM package.
+"""Trains the model in a config of any MM package.
 
 Example:
     python tools/train.py CONFIG --work-dir DIR --resume
@@ -76,7 +76,7 @@ def configure(args: argparse.Namespace) -> Config:
     if args.weights and not cfg.get('resume'):
         add_hook(cfg, type='StartFromWeightsHook')
     if 'optimizer' in cfg.optim_wrapper:
-        class_of(cfg.optim_wrapper.optimizer, OPTIMIZERS)  # fails early with the name of an unknown optimizer
+        class_of(cfg.optim_wrapper.optimizer, OPTIMIZERS)  # an unknown optimizer fails early with its name
     if not args.as_written:
         for line in add_runtime(cfg, RUNTIME):
             print(f'{RUNTIME.name}: {line}')

@@ -8,7 +8,7 @@ model = dict(
     backbone=dict(_delete_=True, type='SwinDTN', out_indices=(1, 2, 3)),
     neck=dict(in_channels=[192, 384, 768]),
 )
-# The longest key in a parameter's name takes precedence, so the keys of norms must be longer than 'backbone'.
+# The longest key that occurs in a parameter's name takes precedence, so norm keys must be longer than 'backbone'.
 _norms = ['backbone.norm', 'patch_embed.norm', 'downsample.norm', *(f'blocks.{i}.norm' for i in range(18))]
 optim_wrapper = dict(
     paramwise_cfg=dict(

@@ -1,4 +1,5 @@
-# Common settings of DINO (arXiv 2104.14294). Configs based on this file define backbone, data and number of epochs.
+# Common settings of DINO (arXiv 2104.14294). Configs based on this file define the backbone, the data and the number of
+# epochs.
 _base_ = './mmpretrain_runtime.py'
 model = dict(type='DINO', backbone=dict(type='ViTDTN', drop_path_rate=0.1), head=dict(type='DINOHead'))
 optim_wrapper = dict(
@@ -6,12 +7,12 @@ optim_wrapper = dict(
     paramwise_cfg=dict(
         norm_decay_mult=0.0,
         bias_decay_mult=0.0,
-        flat_decay_mult=0.0,  # vectors; the positions of DTN and rpe are matrices, so custom_keys lists them
+        flat_decay_mult=0.0,  # for vectors; custom_keys lists the positions of DTN and rpe, which are matrices
         custom_keys={name: dict(decay_mult=0.0) for name in ('.norm1.', '.norm2.', 'rpe.position')},
     ),
 )
 custom_hooks = [dict(type='DINOHook'), *_base_.custom_hooks]
-# Colour augmentation of each view on PIL images, as in the published code.
+# As in the published code, the colours of each view are augmented on PIL images.
 colours = [
     dict(type='torchvision/RandomHorizontalFlip', p=0.5),
     dict(

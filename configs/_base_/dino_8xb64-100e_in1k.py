@@ -1,5 +1,5 @@
-# DINO's published training for 100 epochs of ImageNet, on 8 GPUs with 64 images each. Configs based on this file define
-# the backbone and the in_channels of the head.
+# DINO's published training on ImageNet for 100 epochs, on 8 GPUs with 64 images each. Configs based on this file define
+# the backbone and the head's in_channels.
 _base_ = './dino.py'
 data_preprocessor = dict(
     type='SelfSupDataPreprocessor', mean=[123.675, 116.28, 103.53], std=[58.395, 57.12, 57.375], to_rgb=True
@@ -41,7 +41,7 @@ val_dataloader = dict(
     dataset=dict(**_imagenet, split='val', pipeline=_test_pipeline),
 )
 _bank = dict(val_dataloader, dataset=dict(**_imagenet, split='train', pipeline=_test_pipeline))
-# Every 20 epochs, the validation images are classified by their nearest neighbours among all training images.
+# Every 20 epochs, validation images are classified by their nearest neighbours among all training images.
 val_cfg = dict(type='KNNLoop', bank=_bank)
 val_evaluator = []
 test_dataloader = val_dataloader
@@ -51,7 +51,7 @@ train_cfg = dict(**_base_.runtime.train_cfg, max_epochs=100, val_interval=20)
 param_scheduler = [
     dict(type='LinearLR', start_factor=1e-6, by_epoch=True, end=10, convert_to_iter_based=True),
     dict(type='CosineAnnealingLR', eta_min=1e-6, by_epoch=True, begin=10, convert_to_iter_based=True),
-    # The weight decay rises from 0.04 to 0.4. Parameter groups without weight decay keep 0.
+    # The weight decay rises from 0.04 to 0.4. In parameter groups without weight decay, it remains 0.
     dict(type='CosineAnnealingWeightDecay', eta_min=0.4, by_epoch=True, convert_to_iter_based=True),
 ]
 default_hooks = dict(checkpoint=dict(interval=5))

@@ -1,7 +1,7 @@
-# T2T-ViT's recipe for transfer to CIFAR, which DVT's authors follow. Configs add the data set, the classes and the
+# T2T-ViT's recipe for transfer to CIFAR, which the authors of DVT follow. Configs add the dataset, the classes and the
 # pretrained weights.
 _base_ = './mmpretrain_runtime.py'
-model = dict(type='DVT', train_cfg=dict(frozen=['norm', 'cls_token']))  # parameters that the authors do not train
+model = dict(type='DVT', train_cfg=dict(frozen=['norm', 'cls_token']))  # the authors do not train these parameters
 data_preprocessor = dict(mean=[125.307, 122.961, 113.8575], std=[51.5865, 50.847, 51.255], to_rgb=False)
 _resize = dict(type='Resize', scale=(224, 224), backend='pillow', interpolation='bilinear')
 _flip = dict(type='RandomFlip', prob=0.5, direction='horizontal')
@@ -11,7 +11,7 @@ calibration_pipeline = [_resize, _flip, dict(type='PackInputs')]
 train_dataloader = dict(batch_size=64, num_workers=4, sampler=dict(type='DefaultSampler', shuffle=True))
 val_dataloader = dict(batch_size=100, num_workers=4, sampler=dict(type='DefaultSampler', shuffle=False))
 val_evaluator = dict(type='ExitAccuracy')
-# The learning rate of new heads is 0.05. All other parameters start at 0.0005. All end at 2e-4.
+# New heads start with a learning rate of 0.05, and all other parameters with 0.0005. All learning rates end at 2e-4.
 optim_wrapper = dict(
     optimizer=dict(type='SGD', lr=0.05, momentum=0.9, weight_decay=5e-4),
     paramwise_cfg=dict(custom_keys={name: dict(lr_mult=0.01) for name in ('stem', 'blocks', 'relations')}),

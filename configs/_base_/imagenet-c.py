@@ -1,5 +1,5 @@
-# Tests a classifier of ImageNet on one cell of ImageNet-C, whose images already have 224 pixels. Inherit this file
-# together with a config of a classifier and replace its test set:
+# Tests an ImageNet classifier on one cell of ImageNet-C, whose images already have 224 pixels. Inherit this file
+# together with a classifier's config, and replace its test set:
 #     _base_ = ['../vit/vit-s-star-dtn_8xb128_in1k.py', '../_base_/imagenet-c.py']
 #     test_dataloader = dict(_delete_=True, **_base_.imagenet_c.dataloader)
 #     test_evaluator = dict(_delete_=True, **_base_.imagenet_c.evaluator)

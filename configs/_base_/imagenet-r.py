@@ -1,5 +1,5 @@
-# Tests a classifier of ImageNet on ImageNet-R, which has 30,000 renditions of 200 classes in class folders. Inherit
-# this file together with a config of a classifier and replace its test set:
+# Tests an ImageNet classifier on ImageNet-R, which has 30,000 renditions of 200 classes in class folders. Inherit this
+# file together with a classifier's config, and replace its test set:
 #     _base_ = ['../vit/vit-s-star-dtn_8xb128_in1k.py', '../_base_/imagenet-r.py']
 #     test_dataloader = dict(_delete_=True, **_base_.imagenet_r.dataloader)
 #     test_evaluator = dict(_delete_=True, **_base_.imagenet_r.evaluator)
@@ -7,7 +7,7 @@ imagenet_r = dict(
     dataloader=dict(
         batch_size=64,
         num_workers=5,
-        # MMPretrain's ImageNet data set needs 1000 folders.
+        # MMPretrain's ImageNet dataset needs 1000 folders.
         dataset=dict(
             type='CustomDataset',
             data_root='data/imagenet-r',

@@ -1,7 +1,7 @@
 # DINO's linear evaluation of a frozen backbone on ImageNet, on 8 GPUs with 128 images each. Configs based on this file
 # define the backbone.
 _base_ = './mmpretrain_runtime.py'
-# Learning rates of the classifiers for a batch of 256 images. The published learning rate is 1e-3.
+# The classifiers' learning rates for a batch of 256 images. The published value is 1e-3.
 _rates = [1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2, 1e-1]
 model = dict(
     type='LinearProbe',
@@ -42,7 +42,7 @@ val_cfg = dict()
 test_dataloader = val_dataloader
 test_evaluator = val_evaluator
 test_cfg = dict()
-# The learning rates are scaled from 256 images to the batch of 1024 images.
+# The learning rates are scaled from a batch of 256 images to one of 1024 images.
 optim_wrapper = dict(
     optimizer=dict(type='SGD', lr=1024 / 256, momentum=0.9, weight_decay=0.0),
     paramwise_cfg=dict(custom_keys={f'head.probes.{i}.': dict(lr_mult=rate) for i, rate in enumerate(_rates)}),

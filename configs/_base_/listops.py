@@ -1,5 +1,5 @@
-# Training on long ListOps with the settings of Long-Range Arena (LRA): 5000 steps with 32 sequences each. The test
-# uses the last checkpoint. This command generates the data:
+# Trains on long ListOps sequences with the settings of Long-Range Arena (LRA): 5000 steps with 32 sequences each. The
+# last checkpoint is tested. This command generates the data:
 #     python tools/dataset_converters/make_listops.py data/listops
 _base_ = './runtime.py'
 default_scope = 'mmengine'
@@ -8,7 +8,7 @@ custom_hooks = _base_.runtime.custom_hooks
 visualizer = dict(type='Visualizer', **_base_.runtime.visualizer)
 data_root = 'data/listops'
 
-# The published configuration of LRA has 4 layers. The papers of LRA and DTN state 6 layers with an MLP of 2048.
+# LRA's published configuration has 4 layers. The papers on LRA and DTN state 6 layers and an MLP width of 2048.
 model = dict(
     type='SequenceClassifier',
     attention=dict(type='FullAttention'),

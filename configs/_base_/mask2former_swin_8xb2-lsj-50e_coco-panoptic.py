@@ -5,7 +5,7 @@ default_hooks = _base_.runtime.default_hooks
 custom_hooks = _base_.runtime.custom_hooks
 visualizer = _base_.runtime.visualizer
 model = dict(backbone=dict(_delete_=True, type='SwinDTN', drop_path_rate=0.3))
-# MMDetection's config already has keys for all norms but this one, because downsampling is in stages 0 to 2 there and
-# in stages 1 to 3 here.
+# MMDetection's config already has keys for all other norms. This norm needs a key, because downsampling belongs to
+# stages 0 to 2 in MMDetection and to stages 1 to 3 here.
 _norm = dict(lr_mult=0.1, decay_mult=0.0)
 optim_wrapper = dict(paramwise_cfg=dict(custom_keys={'backbone.stages.3.downsample.norm': _norm}))

@@ -1,4 +1,4 @@
-# The runtime of MMPretrain, extended by that of this project.
+# Extends MMPretrain's runtime with the runtime of this project.
 _base_ = ['mmpretrain::_base_/default_runtime.py', './runtime.py']
 custom_imports = _base_.runtime.custom_imports
 default_hooks = _base_.runtime.default_hooks

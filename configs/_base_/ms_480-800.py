@@ -1,4 +1,4 @@
-# Training pipelines that resize the short side of images to a random length from 480 to 800 pixels.
+# Training pipelines that resize the short side of each image to a random length between 480 and 800 pixels.
 _resize = dict(
     type='RandomChoiceResize',
     scales=[(1333, short) for short in range(480, 801, 32)],

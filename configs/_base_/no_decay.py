@@ -1,4 +1,4 @@
-# Norms, all parameters of DTN, position embeddings, position bias tables and class tokens have no weight decay.
+# No weight decay applies to norms, DTN parameters, position embeddings, position bias tables and class tokens.
 no_decay = dict(
     custom_keys={
         name: dict(decay_mult=0.0)

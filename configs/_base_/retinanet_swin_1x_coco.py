@@ -5,7 +5,7 @@ _base_ = [
     './swin_1x.py',
 ]
 train_cfg = _base_.runtime.train_cfg
-# RetinaNet uses the maps from the second stage on. The norm of an unused output would have no gradient.
+# RetinaNet uses only the maps from the second stage on. The norm of an unused output would receive no gradient.
 model = dict(
     backbone=dict(_delete_=True, type='SwinDTN', out_indices=(1, 2, 3)),
     neck=dict(in_channels=[192, 384, 768], start_level=0),

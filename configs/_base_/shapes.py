@@ -1,4 +1,4 @@
-# Generated images with boxes and masks, which need no download. This command makes them:
+# Generated images with boxes and masks, which need no download. This command generates them:
 #     python tools/dataset_converters/make_shapes.py
 _base_ = ['mmdet::_base_/datasets/coco_instance.py']
 data_root = 'data/shapes/'
@@ -21,8 +21,8 @@ test_pipeline = [
     dict(type='LoadAnnotations', with_bbox=True, with_mask=True),
     dict(type='PackDetInputs', meta_keys=('img_id', 'img_path', 'ori_shape', 'img_shape', 'scale_factor')),
 ]
-# Batches are small because a short training from scratch needs many iterations. With fewer, results depend on the seed.
-# Images of this size are loaded faster than they could be transferred from a worker process.
+# Batches are small because short training from scratch needs many iterations. With fewer, results depend on the seed.
+# Loading images of this size is faster than transferring them from a worker process.
 loader = dict(batch_size=2, num_workers=0, persistent_workers=False)
 pictures = dict(data_root=data_root, metainfo=metainfo)
 train_dataloader = dict(

@@ -1,9 +1,9 @@
 # ViT-B/16 on CIFAR at 224 pixels, with the settings of a student project that compared normalisers: batch size 128, SGD
 # with learning rate 0.01, a cosine schedule to 1%, and 300 epochs. Inherit this file together with one of MMPretrain's
-# CIFAR data sets. Except for the normaliser, all settings are the same for DTN.
+# CIFAR datasets. Only the normaliser changes for DTN.
 _base_ = ['./mmpretrain_runtime.py', './no_decay.py']
 model = dict(
-    type='mmpretrain.ImageClassifier',  # the scope is needed if a config inherits through mmdtn::
+    type='mmpretrain.ImageClassifier',  # configs that inherit through mmdtn:: need the scope
     backbone=dict(type='ViTDTN', arch='b', norm_cfg=dict(type='LN'), dtn_layers=10, cls_from=10, drop_path_rate=0.0),
     head=dict(
         type='LinearClsHead',
@@ -33,7 +33,7 @@ train_cfg = dict(**_base_.runtime.train_cfg, max_epochs=300, val_interval=1)
 val_cfg = dict()
 test_cfg = dict()
 default_hooks = dict(checkpoint=dict(interval=50, save_best='accuracy/top1'))
-# Logs means over each epoch in addition to the values of the last iterations.
+# The log also contains the means over each epoch.
 log_processor = dict(
     custom_cfg=[
         dict(data_src='loss', log_name='epoch_loss', method_name='mean', window_size='epoch'),

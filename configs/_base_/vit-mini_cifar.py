@@ -1,8 +1,8 @@
-# A small ViT on images of 32 pixels, with the DeiT recipe at batch size 128 on one GPU. Inherit this file together with
-# one of MMPretrain's CIFAR data sets.
+# A small ViT for images of 32 pixels, with the DeiT recipe at batch size 128 on one GPU. Inherit this file together
+# with one of MMPretrain's CIFAR datasets.
 _base_ = ['./mmpretrain_runtime.py', './no_decay.py']
 model = dict(
-    type='mmpretrain.ImageClassifier',  # the scope is needed if a config inherits through mmdtn::
+    type='mmpretrain.ImageClassifier',  # configs that inherit through mmdtn:: need the scope
     backbone=dict(
         type='ViTDTN',
         arch=dict(width=180, depth=7, num_heads=9, mlp_ratio=4),

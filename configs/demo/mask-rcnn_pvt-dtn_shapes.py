@@ -1,5 +1,5 @@
-# A small Mask R-CNN with DTN. It trains from scratch on generated images, in minutes on two CPU cores. To train it, run
-# `make demo`, or these commands:
+# A small Mask R-CNN with DTN, which trains from scratch on generated images in minutes on two CPU cores. For training,
+# run `make demo` or these commands:
 #     python tools/dataset_converters/make_shapes.py
 #     tools/dist_train.sh configs/demo/mask-rcnn_pvt-dtn_shapes.py 2
 _base_ = [
@@ -27,13 +27,14 @@ model = dict(
             drop_path_rate=0.0,
         ),
         norm_cfg=dict(type='DTN'),
-        # The usual initialisation, with a standard deviation of 0.02, is meant for wider layers. Here, training would
-        # need twice as many epochs with it.
+        # The usual initialisation, with a standard deviation of 0.02, is meant for wider layers. Here, it would double
+        # the number of epochs needed.
         init_cfg=dict(type='Xavier', layer='Linear', distribution='uniform'),
     ),
     # An FPN without norms learns slowly from scratch, and batches are too small for batch normalisation. Groups of one
-    # channel remove the mean of each channel over the image. In larger groups these means remain. They are equal for
-    # all boxes and hide the differences between boxes, for a time that depends on the seed (docs/evidence.md).
+    # channel remove the mean of each channel over the image. In larger groups, these means remain. Because the means
+    # are equal for all boxes, they hide the differences between boxes for a time that depends on the seed
+    # (docs/evidence.md).
     neck=dict(in_channels=widths, out_channels=64, num_outs=4, norm_cfg=dict(type='GN', num_groups=64)),
     rpn_head=dict(in_channels=64, feat_channels=64, anchor_generator=dict(scales=[4], strides=[4, 8, 16, 32])),
     # The heads predict one box and one mask per region for all classes, so their few weights learn from all objects.
@@ -57,8 +58,9 @@ test_cfg = dict(type='TestLoop')
 optim_wrapper = dict(
     type='OptimWrapper',
     optimizer=dict(type='AdamW', lr=1.0e-3, weight_decay=0.05, fused=True),
-    # One step of AdamW changes each weight by about the learning rate. With 3136 inputs of the same sign this is too
-    # much for the first layer of the box head: some of its units became zero for all boxes and never recovered.
+    # One step of AdamW changes each weight by about the learning rate. Such steps are too large for the first layer of
+    # the box head, which has 3136 inputs of the same sign: some of its units became zero for all boxes and never
+    # recovered.
     paramwise_cfg=dict(custom_keys=dict(shared_fcs=dict(lr_mult=0.1), **_base_.no_decay.custom_keys)),
     clip_grad=dict(max_norm=5.0),
 )

@@ -1,4 +1,4 @@
-# DINO with a ViT of 4 blocks on CIFAR-10 in class folders, for two CPU cores.
+# DINO with a ViT of 4 blocks for CIFAR-10 in class folders. Two CPU cores are enough.
 _base_ = '../_base_/dino.py'
 model = dict(
     backbone=dict(
@@ -9,7 +9,7 @@ model = dict(
         patch_size=4,
         drop_path_rate=0.0,
         norm_cfg=dict(type='LN'),
-        # With the usual standard deviation of 0.02, features of such a narrow model hardly depend on the image, and
+        # With the usual standard deviation of 0.02, the features of such a narrow model hardly depend on the image, and
         # DINO collapses.
         init_cfg=[dict(type='Xavier', layer='Linear', distribution='uniform')],
     ),

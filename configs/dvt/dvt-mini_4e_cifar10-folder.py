@@ -1,4 +1,4 @@
-# A cascade with 4 x 4 and 8 x 8 tokens for CIFAR-10 in class folders. It trains on a CPU in minutes.
+# A cascade with 4 x 4 and 8 x 8 tokens for CIFAR-10 in class folders. Training on a CPU takes minutes.
 _base_ = '../vit/vit-mini_4e_cifar10-folder.py'
 model = dict(
     _delete_=True,

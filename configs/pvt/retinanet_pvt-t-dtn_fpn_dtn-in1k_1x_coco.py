@@ -1,4 +1,4 @@
-# Uses DTN in the ImageNet training as well, as in the paper. First train pvt/pvt-t-dtn_8xb128_in1k.py.
+# As in the paper, the ImageNet training also uses DTN. First train pvt/pvt-t-dtn_8xb128_in1k.py.
 _base_ = '../_base_/retinanet_pvt_1x_coco.py'
 model = dict(
     backbone=dict(

@@ -1,5 +1,5 @@
-# Trains with DINO for 150 steps (9600 images), which takes a minute and a half on one idle core. All schedules
-# end after 150 steps. The evaluation is 20-NN with every fifth test image and every fifth training image.
+# Trains with DINO for 150 steps (9600 images), which takes a minute and a half on one idle core. All schedules end
+# after 150 steps. The evaluation uses 20-NN with every fifth test image and every fifth training image.
 _base_ = '../dino/dino_vit-mini_cifar10.py'
 train_cfg = dict(max_iters=150, val_interval=150)
 default_hooks = dict(logger=dict(interval=10), checkpoint=dict(interval=50))

@@ -1,5 +1,5 @@
-# Small version of Table 4 of the paper with short expressions. transformer_listops-small.py has the command that
-# generates the data. A run of 500 steps takes a little less than a minute on one core.
+# Small version of the paper's Table 4 with short expressions. The command that generates the data is in
+# transformer_listops-small.py. A run of 500 steps takes slightly less than a minute on one core.
 title = 'ListOps with short expressions: three models and six normalisers'
 config = 'configs/studies/transformer_listops-small.py'
 metrics = {'top-1': 'accuracy/top1'}

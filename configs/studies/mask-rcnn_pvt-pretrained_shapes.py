@@ -1,5 +1,5 @@
-# The Mask R-CNN of the demo with LayerNorm. The detector starts from the weights of pvt_cifar10-folder.py, and uses the
-# training settings of the study demo.py.
+# The demo's Mask R-CNN with LayerNorm. It starts from the weights of pvt_cifar10-folder.py and uses the training
+# settings of the study demo.py.
 _base_ = '../demo/mask-rcnn_pvt-dtn_shapes.py'
 _checkpoint = 'work_dirs/pvt_cifar10-folder/iter_3910.pth'
 model = dict(

@@ -1,6 +1,6 @@
-# The model of the demo with LayerNorm, trained in one process with batch size 2. The data, the learning rate and the
-# warm-up are the same as in the demo. Training has one epoch (600 iterations) instead of seven, and takes two minutes
-# on one core.
+# The demo's model with LayerNorm, trained in one process with batch size 2. The data, the learning rate and the warm-up
+# are the same as in the demo. Training lasts one epoch (600 iterations) instead of seven and takes two minutes on one
+# core.
 _base_ = '../demo/mask-rcnn_pvt-dtn_shapes.py'
 model = dict(backbone=dict(norm_cfg=dict(type='LN')))
 max_iters = 600

@@ -1,5 +1,4 @@
-# A classifier with the backbone of the demo. The study transfer.py uses the weights of this classifier, so train the
-# classifier first:
+# A classifier with the demo's backbone. Train it before running the study transfer.py, which uses its weights:
 #     python tools/train.py configs/studies/pvt_cifar10-folder.py
 _base_ = './vit-micro_10e_cifar10-folder.py'
 model = dict(

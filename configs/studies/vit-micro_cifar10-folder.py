@@ -1,6 +1,6 @@
 # A ViT with LayerNorm for CIFAR-10 in class folders, as in the learning check of configs/vit. Training for 1.3 epochs
-# takes three minutes on one CPU core. Each of the 4 blocks has 4 heads with 16 channels. Runs with DTN change only the
-# normaliser.
+# takes three minutes on one CPU core. Each of the 4 blocks has 4 heads with 16 channels. Runs with DTN differ only in
+# the normaliser.
 _base_ = '../vit/vit-mini_4e_cifar10-folder.py'
 model = dict(
     backbone=dict(arch=dict(width=64, depth=4, num_heads=4), dtn_layers=3, cls_from=3),

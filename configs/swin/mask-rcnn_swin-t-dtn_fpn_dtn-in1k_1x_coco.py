@@ -1,4 +1,4 @@
-# Uses DTN in the ImageNet training as well. First train swin/swin-t-dtn_8xb128_in1k.py.
+# The ImageNet training also uses DTN. First train swin/swin-t-dtn_8xb128_in1k.py.
 _base_ = '../_base_/mask-rcnn_swin_1x_coco.py'
 model = dict(
     backbone=dict(

@@ -1,5 +1,5 @@
-# The learning check of README.md: four epochs on images in class folders. Strong augmentation is off, because it helps
-# only in long trainings.
+# The learning check of README.md: four epochs on images in class folders. Strong augmentation is disabled, because it
+# helps only in long training runs.
 _base_ = './vit-mini_b128_cifar10.py'
 model = dict(backbone=dict(drop_path_rate=0.0), train_cfg=dict(_delete_=True))
 data_preprocessor = dict(to_rgb=True)

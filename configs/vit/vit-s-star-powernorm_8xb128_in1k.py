@@ -1,4 +1,4 @@
-# Table 3 of the paper: another normaliser in place of DTN.
+# Table 3 of the paper: a different normaliser instead of DTN.
 _base_ = './vit-s-star_8xb128_in1k.py'
 model = dict(
     backbone=dict(

@@ -1,7 +1,8 @@
 """Determines the model of a checkpoint from the arguments of the training script that wrote it.
 
 Checkpoints of timm's training script contain the arguments of the script. The model name determines the number of
-heads, and ``norm_type`` determines the normaliser. The tensors of a checkpoint do not always determine the two.
+heads, and ``norm_type`` determines the normaliser. The tensors of a checkpoint do not always determine these
+properties.
 """
 
 import argparse
@@ -18,7 +19,7 @@ T2T = re.compile(r'[tT]2t_vit_(7|10|12|14|19|24|t_14|t_19|t_24|14_resnext|14_wid
 def settings_by_arguments(checkpoint: Any) -> tuple[str, dict[str, Any]] | None:
     """Returns the format of a training checkpoint and the settings of its backbone in this package.
 
-    Returns None if the checkpoint has no arguments, or if they do not determine the settings.
+    Returns None if the checkpoint has no arguments or if its arguments do not determine the settings.
     """
     found = checkpoint.get('args') if isinstance(checkpoint, dict) else None
     args = vars(found) if isinstance(found, argparse.Namespace) else found

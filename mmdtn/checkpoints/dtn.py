@@ -13,9 +13,9 @@ from .pvt import from_pvt, published_eps
 from .vit import check_class_token, from_timm_vit, is_of_dtns_authors
 
 NORM_CFG = dict(type='DTN', unbiased=True, pool_second_moment=False)
-CLS_FROM = 10  # default block before which the class token joins in the authors' code
+CLS_FROM = 10  # in the authors' code, the class token joins before this block by default
 LN_1E_5: dict[str, Any] = dict(type='LN', eps=1e-5)  # eps is torch's default; timm's ViT uses 1e-6
-# The keys are the authors' names. Every norm has eps=1e-5, except that 'layer' has eps=1e-6 in PVT.
+# The keys are the authors' names. Every norm has eps=1e-5, except 'layer' in PVT, which has eps=1e-6.
 NORMS: dict[str, dict[str, Any]] = {
     'layer': dict(type='LN'),
     'insnorm': dict(type='IN', unbiased=True),
@@ -27,7 +27,8 @@ NORMS: dict[str, dict[str, Any]] = {
     'dtn_pool': NORM_CFG,
     'dtn_var': NORM_CFG | dict(mean_lambda=1.0),
 }
-# Each of these norms has a weight and a bias, so their tensors look the same. The keys are the values of --norm.
+# These norms cannot be distinguished by their tensors, because each has one weight and one bias. The keys are the
+# values of --norm.
 CHOICES_OF_VIT = {'LN': LN_1E_5, 'IN': NORMS['insnorm'], 'GN': NORMS['gnorm']}
 CHOICES_OF_PVT = CHOICES_OF_VIT | {'LN': NORMS['layer']}
 TOLD = r'.*\.norm[12]\.(var_norm_weight|scale|bn\.running_var|running_phi)$'
@@ -59,7 +60,7 @@ def from_dtn_vit_with_layernorm(state: State) -> State:
 def from_dtn_plain_vit(state: State) -> State:
     """Translates the authors' other ViT.
 
-    The class token of this ViT joins before the first block. The normaliser before MLPs is always LayerNorm.
+    In this ViT, the class token joins before the first block, and the normaliser before MLPs is always LayerNorm.
     """
     if other := [key for key in state if re.search(r'\.norm\.(scale|bn\.running_var|running_phi)$', key)]:
         raise ValueError(
@@ -81,7 +82,7 @@ def from_dtn_plain_vit(state: State) -> State:
             r'\.1\.fn\.net\.3\.': '.mlp.fc2.',
         }.items():
             key = re.sub(theirs, timms, key)
-        if key == 'patch_embed.proj.weight':  # weights of a linear layer on flattened patches, channels last
+        if key == 'patch_embed.proj.weight':  # comes from a linear layer on flattened patches with channels last
             side = math.isqrt(value.shape[1] // 3)
             value = value.unflatten(1, (side, side, -1)).permute(0, 3, 1, 2)
         out[key] = value
@@ -91,8 +92,8 @@ def from_dtn_plain_vit(state: State) -> State:
 def _rename_norms(state: State) -> State:
     """Renames the parameters and buffers of norms.
 
-    The authors' DTN layers project (dx, dy, dx^2 + dy^2) to scores. Their offset (dx, dy) points from key to query. The
-    offset in this package points from query to key, so the signs of dx and dy are flipped.
+    The authors' DTN layers project (dx, dy, dx^2 + dy^2) to scores. In these layers, the offset (dx, dy) points from
+    key to query. In this package, the offset points from query to key, so the signs of dx and dy are flipped.
     """
     out: State = {}
     for key, value in state.items():
@@ -117,7 +118,7 @@ def _without_ones(value: Tensor, part: str) -> Tensor:
 def norm_type(norm: str, state: State) -> str:
     """Returns the authors' name of a norm, determined from its translated tensors.
 
-    Returns ``'layer'`` for all norms that have the same tensors as LayerNorm.
+    All norms with the same tensors as LayerNorm are called ``'layer'``.
     """
     for part, theirs in {'mean_mix': 'dtn', 'var_mix': 'dtn_var', 'bn.weight': 'batch', 'phi': 'power'}.items():
         if f'{norm}.{part}' in state:
@@ -164,7 +165,7 @@ def _settings_of_pvt(state: State) -> dict[str, Any]:
 
 
 def _check_class_token(backbone: nn.Module) -> str:
-    """Returns an error message if the class token of ``backbone`` joins at the wrong block, otherwise ''.
+    """Returns an error message if the class token of ``backbone`` joins at the wrong block, and '' otherwise.
 
     In the authors' ViT, the class token joins after the blocks whose normaliser is not LayerNorm.
     """
@@ -180,10 +181,10 @@ def _check_class_token(backbone: nn.Module) -> str:
 
 
 def _heads_of_vit(attention: str, state: State) -> int | tuple[int, ...] | None:
-    """Returns the number of heads of an attention layer, or all possible numbers.
+    """Returns the number of heads in an attention layer, or all possible numbers.
 
-    With DTN, the tensors determine the number. Without DTN, the width determines it, except that T and T* have the same
-    width, and so do B and B*.
+    With DTN, the tensors determine this number. Without DTN, the width determines this number, but T and T* have the
+    same width, as do B and B*.
     """
     for norm in (attention.removesuffix('attn') + 'norm1', 'blocks.0.norm1'):
         if (own := state.get(f'{norm}.var_mix')) is not None:

@@ -1,4 +1,4 @@
-"""Formats of checkpoints of the Dynamic Vision Transformer, with translation in both directions."""
+"""Formats of Dynamic Vision Transformer checkpoints, with translation in both directions."""
 
 import re
 
@@ -9,7 +9,7 @@ from .format import Format, State
 from .t2t import is_sines
 
 PREFIXES = ('less_less_token', 'less_token', 'normal_token')  # 7 x 7, 10 x 10, 14 x 14 tokens
-# Each pair has the name of a module in this package and in the authors' code, which spells "reuse" as "resuse".
+# Each pair gives a module's name in this package and in the authors' code, which spells "reuse" as "resuse".
 NAMES = [
     ('stem.proj.', 'patch_embed.proj.'),
     ('stem.project.', 'tokens_to_token.project.'),
@@ -33,7 +33,7 @@ PART = re.compile(
 def from_dvt(state: State) -> State:
     """Translates the authors' cascade.
 
-    Exits with T2T-ViT have a table of sines for the positions. The table is checked and then left out, because the
+    Exits with T2T-ViT contain a table of sines for the positions. The table is checked and then dropped, because the
     model computes the same table.
     """
     present = [prefix for prefix in PREFIXES if any(key.startswith(f'{prefix}.') for key in state)]
@@ -57,7 +57,7 @@ def from_dvt(state: State) -> State:
 
 
 def to_dvt(model: nn.Module) -> State:
-    """Returns the weights of a cascade under the authors' names. This is the inverse of :func:`from_dvt`."""
+    """Renames the weights of a cascade to the authors' names. This function is the inverse of :func:`from_dvt`."""
     state = model.state_dict()
     exits = list(model.get_submodule('exits').children())
     state |= {f'exits.{i}.pos_embed': exit.get_buffer('pos_embed') for i, exit in enumerate(exits) if _computes(exit)}
@@ -79,14 +79,15 @@ def to_dvt(model: nn.Module) -> State:
 
 
 def _computes(exit: nn.Module) -> bool:
-    """Returns whether an exit computes its position table. Published files also contain computed tables."""
+    """Returns whether an exit computes its position table. Published files contain the table even if it is computed."""
     return 'pos_embed' in dict(exit.named_buffers(recurse=False))
 
 
 def _heads(attention: str, state: State) -> int | None:
-    """Returns the number of heads, determined from the channels of relation reuse.
+    """Determines the number of heads from the channels of relation reuse.
 
-    Without relation reuse, models of a published width have 64 channels per head. For other widths, returns None.
+    Without relation reuse, models with a published width have 64 channels per head. The result is None for other
+    widths.
     """
     relations = state.get('exits.1.relations.conv2.bias')
     if relations is not None:

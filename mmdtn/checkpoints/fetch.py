@@ -1,4 +1,4 @@
-"""Downloads checkpoints from URLs. Each file is downloaded once, completely or not at all."""
+"""Downloads checkpoints from URLs. Each file is downloaded only once, and completely or not at all."""
 
 import hashlib
 import http.client
@@ -17,10 +17,10 @@ from tqdm import tqdm
 from mmdtn.errors import UserError
 from mmdtn.files import whole_file
 
-# Many file names end with the first digits of the file's SHA-256. Eight digits may also be a date.
+# Many file names end with the first digits of the file's SHA-256. Eight decimal digits may be a date instead.
 CHECKSUM = re.compile(r'-(?!(?:19|20)\d{6}\.)([0-9a-f]{8,64})\.[a-z]+$')
-SAFETENSORS = re.compile(rb'.{5}\x00{3}\{', re.DOTALL)  # length of the JSON header in eight bytes, then the header
-CHECKPOINT = re.compile(rb'PK|\x80|' + SAFETENSORS.pattern, re.DOTALL)  # torch saves zip archives or pickles
+SAFETENSORS = re.compile(rb'.{5}\x00{3}\{', re.DOTALL)  # eight bytes give the length of the JSON header that follows
+CHECKPOINT = re.compile(rb'PK|\x80|' + SAFETENSORS.pattern, re.DOTALL)  # torch saves either zip archives or pickles
 SILENCE = 60  # seconds without data after which a connection counts as lost
 
 
@@ -29,10 +29,10 @@ class NotFetched(UserError, ValueError):
 
 
 def fetch(url: str) -> Path:
-    """Returns the path of the local copy of a checkpoint. Downloads the file if there is no copy yet.
+    """Returns the path to a local copy of a checkpoint. If there is no copy yet, the file is downloaded.
 
-    If several processes of a machine need the file, one downloads it and the others wait. No file remains if the
-    download is incomplete, is not a checkpoint, or differs from the checksum in its name.
+    If several processes on a machine need the file, only one downloads it and the others wait. A file is deleted if it
+    is incomplete, is not a checkpoint, or does not match the checksum in its name.
     """
     path = local_copy(url)
     if not path.exists():
@@ -44,9 +44,9 @@ def fetch(url: str) -> Path:
 
 
 def local_copy(url: str) -> Path:
-    """Returns the path of the local copy. The path is in the cache of ``torch.hub`` and contains all parts of the URL.
+    """Returns the path of the local copy in the cache of ``torch.hub``. The path contains all parts of the URL.
 
-    ``torch.hub`` itself uses only the last part of a URL, but thousands of models are called ``model.safetensors``.
+    ``torch.hub`` itself uses only the last part of a URL, but thousands of files are called ``model.safetensors``.
     """
     parts = urlsplit(url)
     names = [parts.netloc, *parts.path.split('/')]
@@ -68,12 +68,12 @@ def _download(url: str, path: Path) -> None:
 
 
 def _copy(url: str, file: BinaryIO) -> str | None:
-    """Downloads a URL to an open file. Returns None, or a message if the download failed."""
+    """Downloads a URL to an open file. Returns an error message, or None on success."""
     request = Request(url, headers={'User-Agent': 'mmdtn'})
     try:
         with urlopen(request, timeout=SILENCE) as response:
             size = int(response.headers.get('Content-Length') or 0)
-            often = 0.1 if sys.stderr.isatty() else 10  # seconds between updates; each update is a line in a log file
+            often = 0.1 if sys.stderr.isatty() else 10  # seconds between updates; in a log file, each update is a line
             name = f'Fetching {url.rpartition("/")[2]}'
             with tqdm.wrapattr(response, 'read', total=size, desc=name, mininterval=often) as body:
                 shutil.copyfileobj(body, file)

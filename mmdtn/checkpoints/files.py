@@ -1,4 +1,4 @@
-"""Reads checkpoints without executing code from them, and writes checkpoints completely or not at all."""
+"""Reads checkpoints without executing code in them, and writes checkpoints completely or not at all."""
 
 import argparse
 import io
@@ -29,10 +29,10 @@ class UnfitFile(UserError, ValueError):
 
 
 class _Log:
-    """Stand-in for MMEngine's HistoryBuffer, which looks up functions by name when it is unpickled."""
+    """Replacement for MMEngine's HistoryBuffer, whose unpickling looks up functions by name."""
 
 
-# Types in MMEngine's checkpoints other than tensors. None of them runs code when it is unpickled.
+# Types other than tensors in MMEngine's checkpoints. Unpickling these types does not run code.
 _array: Any = np.zeros(1).__reduce__()[0]
 _scalar: Any = np.float64(0).__reduce__()[0]
 PLAIN_DATA: list = [np.ndarray, np.dtype, _array, _scalar]
@@ -48,8 +48,8 @@ PLAIN_DATA += [
 def read(source: str | Path) -> State:
     """Reads a checkpoint and returns its state dict.
 
-    The weights may be the whole file or be stored under a key such as ``state_dict``, ``model``, ``net`` or
-    ``model_state_dict``. The prefix ``module.`` of distributed training is removed. If the file contains a moving
+    The weights may form the whole file or be stored under a key such as ``state_dict``, ``model``, ``net`` or
+    ``model_state_dict``. The prefix ``module.`` from distributed training is removed. If the file contains a moving
     average of the weights, as timm's training checkpoints do, the average is returned. For checkpoints of
     facebookresearch/dino, the teacher is returned.
 
@@ -60,9 +60,9 @@ def read(source: str | Path) -> State:
 
 
 def state_of(checkpoint: Any, source: str | Path) -> State:
-    """Returns the state dict of a checkpoint that :func:`load` returned. ``source`` is named in errors.
+    """Extracts the state dict from the result of :func:`load`. Error messages name ``source``.
 
-    See :func:`read` for the supported layouts.
+    The supported layouts are described in :func:`read`.
     """
     for key in ('state_dict_ema', 'model_state_dict', 'state_dict', 'model', 'module', 'net', 'teacher'):
         if isinstance(checkpoint, dict) and isinstance(checkpoint.get(key), dict):
@@ -83,13 +83,13 @@ def state_of(checkpoint: Any, source: str | Path) -> State:
 
 
 def write(path: str | Path, checkpoint: dict[str, Any]) -> None:
-    """Saves a checkpoint. At any time, ``path`` contains either the old file or the complete new one."""
+    """Saves a checkpoint. At any time, ``path`` contains either the old file or the complete new file."""
     with whole_file(path) as file:
         torch.save(checkpoint, file)
 
 
 def load(source: str) -> Any:
-    """Returns the complete content of a checkpoint. Files that would run code on loading raise an error."""
+    """Returns the complete content of a checkpoint. Raises an error for files that would run code on loading."""
     if source.startswith(('http://', 'https://')):
         source = str(fetch(source))
     try:
@@ -104,7 +104,7 @@ def load(source: str) -> Any:
         except Exception as error:
             raise UnreadableFile(f'{source} is a damaged safetensors file: {error}') from None
     if zipfile.is_zipfile(io.BytesIO(data)):
-        # torch does not verify the checksums in its files, so it would load a flipped bit without an error.
+        # torch does not verify the checksums in its files, so it would silently load a flipped bit.
         try:
             damaged = zipfile.ZipFile(io.BytesIO(data)).testzip()
         except Exception as error:  # zipfile raises many types of errors for damaged files

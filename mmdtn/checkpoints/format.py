@@ -1,4 +1,4 @@
-"""Describes a format of checkpoints. The formats of each model family are defined in one module."""
+"""Describes a checkpoint format. Each model family has a module that defines its formats."""
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -38,14 +38,14 @@ class Format:
         settings: Function of the original state dict. Returns the arguments that the backbone needs for the file.
         computed: Function of the translated state dict and the backbone. Returns the keys whose values the backbone
             computes itself, each with the reason. Raises ValueError if the backbone computes different values.
-        check: Function of a backbone. Returns the reason if the backbone would compute different outputs with the
+        check: Function of a backbone. Returns the reason why the backbone would compute different outputs with the
             weights of such files, or ''.
         note: Function of the translated state dict. Returns a message for the user about settings that the tensors do
             not determine, or ''.
-        in_auto: Function of the original state dict. Returns whether the format is considered if the user names none.
-        norm_cfg: Normaliser of the model in the file, unless ``settings`` returns another one.
-        out_type: ``out_type`` for which the backbone returns the features of the model in the file. None: the file
-            contains a whole model.
+        in_auto: Function of the original state dict. Returns whether to consider the format if the user names none.
+        norm_cfg: Normaliser in the file, unless ``settings`` returns a different one.
+        out_type: ``out_type`` with which the backbone returns the features of the original model. None means that the
+            file contains a whole model.
     """
 
     backbone: str
@@ -67,7 +67,7 @@ class Format:
 
     @property
     def is_own(self) -> bool:
-        """Whether this is a format of this package. The tensors do not determine the config of such a model."""
+        """Returns whether the format is one of this package's own, whose tensors do not determine the config."""
         return self.convert is as_they_are
 
     def recognises(self, keys: Iterable[str]) -> bool:
@@ -80,5 +80,5 @@ def _any(pattern: str, keys: list[str]) -> bool:
 
 
 def without(state: State, dropped: Iterable[str]) -> State:
-    """Returns the tensors whose keys match none of the patterns."""
+    """Returns only the tensors whose keys match none of the patterns."""
     return {key: value for key, value in state.items() if not any(re.match(pattern, key) for pattern in dropped)}

@@ -1,4 +1,4 @@
-"""Lists all formats of checkpoints, and recognises the format of a file."""
+"""Lists all checkpoint formats, and recognises the format of a file."""
 
 from . import dtn, dvt, levit, pvt, swin, t2t, vit
 from .format import State
@@ -11,7 +11,7 @@ CHOICES = (*(name for name in FORMATS if name.partition('-')[0] not in GROUPS), 
 
 
 def recognise(state: State, said: str) -> str:
-    """Returns the format of a checkpoint. ``said`` is the name of a format or of a group of formats."""
+    """Returns the format of a checkpoint. ``said`` names a format or a group of formats."""
     if said not in CHOICES:
         raise ValueError(f'Unknown format {said!r}; choose one of {", ".join(CHOICES)}.')
     keys, among = list(state), GROUPS.get(said, (said,))

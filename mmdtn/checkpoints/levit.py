@@ -17,7 +17,7 @@ def from_timm_levit(state: State) -> State:
     for key, value in without(state, COMPUTED).items():
         if match := re.fullmatch(r'stages\.(\d)\.(downsample|blocks\.(\d+))\.(.+)', key):
             stage, block, rest = int(match[1]), match[3], match[4].replace('attn_downsample.', 'attn.')
-            # timm has a separate module `downsample`. In this package, this module is the first block of a stage.
+            # timm's separate module `downsample` is the first block of a stage in this package.
             index = 0 if block is None else int(block) + (stage > 0)
             out[f'stages.{stage}.blocks.{index}.{rest}'] = value
         elif key.startswith('stem.'):
@@ -56,12 +56,12 @@ def from_levit(state: State) -> State:
 
 
 def _stem(layer: int, rest: str) -> str:
-    """Translates a key of the stem. Layers with even numbers are convolutions, and the others are activations."""
+    """Translates a key of the stem. Even layers are convolutions, and odd layers are activations."""
     return f'patch_embed.conv{layer // 2 + 1}.' + re.sub(r'^(c|conv)\.', 'linear.', rest)
 
 
 def _sub_block(stage: int, index: int, rest: str) -> str:
-    """Translates a key of a sub-block. Sub-blocks with even numbers are attention layers, and the others are MLPs."""
+    """Translates a key of a sub-block. Even sub-blocks are attention layers, and odd sub-blocks are MLPs."""
     for theirs, ours in {
         r'\.c\.': '.linear.',
         r'^(q|proj)\.1\.': r'\1.ln.',

@@ -1,4 +1,4 @@
-"""Compares a backbone with the config of the backbone that a checkpoint was saved from."""
+"""Compares a backbone with the backbone config that was saved in a checkpoint."""
 
 import ast
 import inspect
@@ -13,7 +13,7 @@ from mmdtn.norms import DTN, TokenNorm
 
 from .arguments import settings_by_arguments
 
-# Arguments of norms that have no effect in evaluation. Fine-tuning may change them.
+# Norm arguments that have no effect in evaluation. Fine-tuning may change these arguments.
 OF_TRAINING = {'momentum', 'sync', 'warmup_iters', 'alpha_fwd', 'alpha_bwd', 'q', 'window', 'grad_window'}
 OF_TRAINING |= {'outlier_filter'}
 
@@ -22,8 +22,8 @@ def backbone_settings(checkpoint: Any) -> dict[str, Any] | None:
     """Returns the settings of the backbone in a checkpoint.
 
     The settings come from the arguments of a training script, or from the config that MMEngine's runner saves in the
-    checkpoint's ``meta``. Returns None if the checkpoint has neither of them. The config is parsed as data and never
-    executed. If it is not plain data, it is ignored.
+    checkpoint's ``meta``. If the checkpoint has neither, the result is None. The config is parsed as data and never
+    executed. A config that is not plain data is ignored.
     """
     if told := settings_by_arguments(checkpoint):
         return told[1]
@@ -46,7 +46,7 @@ def backbone_settings(checkpoint: Any) -> dict[str, Any] | None:
 class _AsLiterals(ast.NodeTransformer):
     """Converts calls such as ``dict(a=1)`` to literals such as ``{'a': 1}``."""
 
-    def visit_Call(self, node: ast.Call) -> ast.AST:  # name that ast.NodeTransformer requires
+    def visit_Call(self, node: ast.Call) -> ast.AST:  # ast.NodeTransformer requires this name
         self.generic_visit(node)
         if not isinstance(node.func, ast.Name) or node.func.id != 'dict' or node.args:
             raise ValueError('not plain data')
@@ -57,8 +57,8 @@ class _AsLiterals(ast.NodeTransformer):
 def check_origin(settings: Mapping[str, Any], backbone: nn.Module, resize: bool = False) -> bool:
     """Raises ValueError if a backbone with ``settings`` and the same weights computes different outputs.
 
-    Returns whether the two were compared. Settings of another package's backbone cannot be compared. With ``resize``,
-    computed position embeddings may have different sizes.
+    Returns whether a comparison was possible. Settings of another package's backbone cannot be compared. With
+    ``resize``, computed position embeddings may have different sizes.
     """
     said = dict(settings)
     kind = said.pop('type', None)
@@ -67,7 +67,7 @@ def check_origin(settings: Mapping[str, Any], backbone: nn.Module, resize: bool 
     try:
         with torch.device('meta'):  # allocates no memory
             origin = type(backbone)(**said | dict(init_cfg=None))
-    except TypeError:  # another version of this package had other arguments
+    except TypeError:  # a different version of this package had different arguments
         return False
     differences = []
     before, after = (getattr(model, 'cls_from', None) for model in (origin, backbone))
@@ -94,7 +94,7 @@ def check_origin(settings: Mapping[str, Any], backbone: nn.Module, resize: bool 
 
 
 def _different_norms(name: str, other: nn.Module | None, module: nn.Module) -> list[str]:
-    """Lists the differences between a norm and the norm in the file. Replacing LayerNorm is not a difference."""
+    """Lists the differences between a norm and the norm in the file. A replaced LayerNorm is not a difference."""
     differences = []
     norms = isinstance(module, (DTN, nn.LayerNorm)) and isinstance(other, (DTN, nn.LayerNorm))
     before, after = (getattr(m, 'eps', None) for m in (other, module))
@@ -102,16 +102,16 @@ def _different_norms(name: str, other: nn.Module | None, module: nn.Module) -> l
         differences.append(f'{name} has eps={before}, not {after}')
     if isinstance(module, DTN) and isinstance(other, DTN) and _function_of(other) != _function_of(module):
         differences.append(f'{name} is {in_one_line(other)}, not {in_one_line(module)}')
-    if isinstance(other, TokenNorm) and not isinstance(module, nn.Identity):  # fusing replaces norms by nn.Identity
+    if isinstance(other, TokenNorm) and not isinstance(module, nn.Identity):  # fusing replaces norms with nn.Identity
         same = type(other) is type(module) and _in_evaluation(other) == _in_evaluation(module)
         differences += [] if same else [f'{name} is {in_one_line(other)}, not {in_one_line(module)}']
     return differences
 
 
 def _function_of(norm: DTN) -> tuple:
-    """Returns the settings of DTN that neither the tensors nor eps determine.
+    """Returns the DTN settings other than eps that the tensors do not determine.
 
-    If each cell of the pooling is one token, ``pool_second_moment`` has no effect.
+    If each pooling cell is one token, ``pool_second_moment`` has no effect.
     """
     settings = norm.settings._replace(eps=0)
     if settings.pool_size == 1:
@@ -120,7 +120,7 @@ def _function_of(norm: DTN) -> tuple:
 
 
 def _in_evaluation(norm: nn.Module) -> dict[str, Any]:
-    """Returns the arguments of a norm that have an effect in evaluation."""
+    """Returns the arguments of a norm that take effect in evaluation."""
     names = inspect.signature(type(norm)).parameters.keys() - OF_TRAINING
     return {name: getattr(norm, name) for name in names}
 

@@ -41,7 +41,7 @@ def from_mmdet_pvt(state: State) -> State:
 
 
 def from_timm_pvt_v2(state: State) -> State:
-    """Translates timm's ``pvt_v2_*``. The parameters of its blocks have the same names as here."""
+    """Translates timm's ``pvt_v2_*``. Block parameters have the same names in timm and in this package."""
     out: State = {}
     for key, value in state.items():
         if not key.startswith(('patch_embed.', 'stages.')):
@@ -52,7 +52,7 @@ def from_timm_pvt_v2(state: State) -> State:
 
 
 def from_pvt(state: State) -> State:
-    """Translates the classifiers of whai362/PVT, version 1 and 2.
+    """Translates the classifiers of whai362/PVT, versions 1 and 2.
 
     The position embeddings must be square. The embedding of the last stage starts with the class token's position.
     """
@@ -79,7 +79,7 @@ def from_pvt(state: State) -> State:
 
 
 def published_heads(attention: str, state: State) -> int:
-    """Returns the number of heads of an attention layer in published PVTs, which the tensors do not determine."""
+    """Returns an attention layer's number of heads in published PVTs, which the tensors do not determine."""
     return (1, 2, 5, 8)[int(attention.split('.')[1])]
 
 
@@ -89,9 +89,9 @@ def published_eps(norm: str, state: State) -> float:
 
 
 def _own_heads(attention: str, state: State) -> int | None:
-    """Returns the published number of heads for models with LayerNorm and published widths, otherwise None.
+    """Returns the published number of heads for models with LayerNorm and published widths, and None otherwise.
 
-    For other files of this package, only the config determines the number.
+    For other files of this package, only the config determines the number of heads.
     """
     stage, width = int(attention.split('.')[1]), state[f'{attention}.q.weight'].shape[0]
     published = width in ((32, 64), (64, 128), (160, 320), (256, 512))[stage]

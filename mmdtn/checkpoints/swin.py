@@ -13,8 +13,8 @@ def from_mmdet_swin(state: State) -> State:
     out: State = {}
     for key, value in _rename(state, 'stages', merging_first=False, whose="MMDetection's SwinTransformer").items():
         if re.search(r'\.downsample\.(norm|reduction)\.', key):
-            # Patch merging joins four tokens. MMDetection orders their values by channel, row and column. This package
-            # orders them by column, row and channel.
+            # Patch merging joins four tokens. The joined values are ordered by channel, row and column in MMDetection,
+            # and by column, row and channel in this package.
             value = value.unflatten(-1, (-1, 2, 2)).transpose(-1, -3).flatten(-3)
         for theirs, ours in {
             'patch_embed.projection.': 'patch_embed.proj.',
@@ -28,7 +28,7 @@ def from_mmdet_swin(state: State) -> State:
 
 
 def from_mmpretrain_swin(state: State) -> State:
-    """Translates MMPretrain's ``SwinTransformer``, which has MMDetection's layout and one norm at the end."""
+    """Translates MMPretrain's ``SwinTransformer``, which uses MMDetection's layout with a single norm at the end."""
     return from_mmdet_swin(state)
 
 
@@ -45,8 +45,8 @@ def from_timm_swin(state: State) -> State:
 def _rename(state: State, stages: str, merging_first: bool, whose: str) -> State:
     """Renames stages and norms.
 
-    In this package, a stage begins with its patch merging. In some formats, the patch merging is the end of the
-    previous stage.
+    In this package, patch merging is the first part of a stage. In some formats, it is the last part of the previous
+    stage.
     """
     out: State = {}
     for key, value in without(state, [*COMPUTED, r'head\.']).items():
@@ -67,7 +67,7 @@ def _format(convert: Callable[[State], State], *marks: str, misses: tuple[str, .
     return Format('SwinDTN', marks, convert, misses, dropped=COMPUTED, eps=lambda norm, state: 1e-5, out_type=out_type)
 
 
-TABLE = r'0\.blocks\.0\.attn\.relative_position_bias_table'  # the shape of the bias tables contains the number of heads
+TABLE = r'0\.blocks\.0\.attn\.relative_position_bias_table'  # the shape of a bias table contains the number of heads
 WINDOWS = r'stages\.0\.blocks\.0\.attn\.w_msa'
 FORMATS = {
     'swin': _format(from_microsoft_swin, rf'layers\.{TABLE}', r'layers\.0\.downsample', out_type='avg_featmap'),

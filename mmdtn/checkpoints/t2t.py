@@ -1,10 +1,10 @@
 """Formats of T2T-ViT checkpoints. The translation depends only on keys and tensors.
 
-The authors of Unified Normalization (UN) publish T2T-ViT with UN instead of LayerNorm. These files are supported too.
+The formats include T2T-ViTs with Unified Normalization (UN) instead of LayerNorm, which the authors of UN publish.
 
-Most files contain the table of sines for positions, which the model computes itself. In this package the class token
-has no position embedding, so that it can join before any block. A translated class token therefore includes the
-position embedding that it had.
+Most files contain a table of sines for positions, which the model computes itself. In this package, the class token has
+no position embedding, so that it can join before any block. A translated class token therefore includes its original
+position embedding.
 """
 
 import math
@@ -47,7 +47,7 @@ def from_t2t(state: State) -> State:
 
 
 def _unified(key: str, value: Tensor) -> tuple[str, Tensor]:
-    """Renames a buffer of UN. The authors' counters have one element, and the counters of this package are scalars."""
+    """Renames a buffer of UN. The authors' counters have one element, whereas this package uses scalars."""
     norm, _, part = key.rpartition('.')
     if part not in UN:
         return key, value
@@ -80,7 +80,7 @@ def from_mmpretrain_t2t(state: State) -> State:
 
 
 def sines(positions: int, channels: int) -> Tensor:
-    """Computes the position table of "Attention Is All You Need", ``positions x channels``.
+    """Computes the ``positions x channels`` table of "Attention Is All You Need".
 
     Even channels contain sines, and odd channels contain cosines.
     """
@@ -91,7 +91,7 @@ def sines(positions: int, channels: int) -> Tensor:
 
 
 def is_sines(table: Tensor) -> bool:
-    """Returns whether a table, ``1 x positions x channels``, equals the result of :func:`sines` up to its precision."""
+    """Returns whether a ``1 x positions x channels`` table equals the result of :func:`sines` up to its precision."""
     want = sines(*table.shape[1:])[None]
     return torch.allclose(table.double(), want.double(), rtol=0, atol=max(1e-5, torch.finfo(table.dtype).eps))
 
@@ -106,7 +106,7 @@ def _side(table: Tensor) -> int:
 
 
 def _settings(state: State) -> dict[str, Any]:
-    """Returns the normaliser, the image size of the position table, and whether the table was learned."""
+    """Determines the normaliser, the image size of the position table, and whether the table was learned."""
     settings: dict[str, Any] = {}
     if (squares := state.get('blocks.0.norm1.buffer_x2')) is not None:
         grads, norm_cfg = state['blocks.0.norm1.buffer_gz'], dict[str, Any](type='UN')
@@ -125,7 +125,7 @@ def _norms(norm: str, state: State) -> Sequence[dict[str, Any]]:
 
 
 def _computed(ours: State, backbone: nn.Module) -> dict[str, str]:
-    """Returns the key of the position table, with the reason, if the model computes the same table itself."""
+    """Returns the position table's key and the reason for dropping it if the model computes the same table."""
     table, own = ours.get('pos_embed'), dict(backbone.named_buffers()).get('pos_embed')
     if table is None or own is None:  # a learned position embedding accepts any table
         return {}
@@ -147,7 +147,7 @@ def _computed(ours: State, backbone: nn.Module) -> dict[str, str]:
 def published_t2t_heads(attention: str, state: State) -> tuple[int, ...]:
     """Returns the possible numbers of heads in published T2T-ViTs.
 
-    Heads have 64 channels, except in t2t_vit_14_resnext. This model has 32 heads and the same tensors as t2t_vit_14.
+    Heads have 64 channels, except in t2t_vit_14_resnext, which has 32 heads and the same tensors as t2t_vit_14.
     """
     heads = published_heads(attention, state)
     performer = 'patch_embed.attention1.features' in state

@@ -1,7 +1,7 @@
 """Translates published checkpoints to models of this package.
 
-Every tensor of the checkpoint is either used or listed in the report. If the checkpoint does not fit the model, an
-error is raised.
+Every tensor of the checkpoint is either used or listed in the report. A checkpoint that does not fit the model causes
+an error.
 """
 
 import math
@@ -22,7 +22,8 @@ from .format import State
 from .formats import FORMATS, recognise
 from .origin import check_origin, in_one_line
 
-# Parameters at the end of a backbone that may differ between classification and detection. All others have to fit.
+# Parameters at the end of a backbone that may differ between classification and detection. All other parameters must
+# fit.
 ENDS = r'cls_token|cls_pos|norm[0-3]?\.(weight|bias)'
 # Names of the last layer in MMPretrain's LinearClsHead and VisionTransformerClsHead. Other packages call it ``head``.
 LAST_LAYERS = ('head.fc.', 'head.layers.head.')
@@ -77,7 +78,8 @@ def translate(
             lacks are taken from the model, so the model must be newly initialised.
         source: Format of the file, one of ``CHOICES``.
         warm_start: Initial value of all lambdas if the file has LayerNorm and the model has DTN.
-        resize: If True, interpolates position embeddings and bias tables of another size. If False, they are an error.
+        resize: Whether to interpolate position embeddings and bias tables of a different size. If False, they raise an
+            error.
         keep: Regular expression for names of backbone parameters that keep their initial values.
         settings: Settings of the backbone in the file, as :func:`backbone_settings` returns them.
     """
@@ -120,7 +122,7 @@ def translate(
 
 def split(state: State) -> tuple[State, State]:
     """Splits a state dict into the tensors of the backbone and those of necks and heads."""
-    for prefix in ('backbone.', 'teacher.module.backbone.'):  # the second prefix is that of DINO
+    for prefix in ('backbone.', 'teacher.module.backbone.'):  # the second prefix occurs in DINO's files
         if any(key.startswith(prefix) for key in state):
             theirs = {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
             return theirs, {key: value for key, value in state.items() if not key.startswith(prefix)}
@@ -131,7 +133,7 @@ def split(state: State) -> tuple[State, State]:
 
 
 def _heads_as_in(target: State, rest: State) -> State:
-    """Renames the tensors of the head. The last layer is named as in ``target``, and LeViT as in MMPretrain."""
+    """Renames the tensors of the head. The last layer is named as in ``target``, and LeViT's head as in MMPretrain."""
     last = next((name for name in LAST_LAYERS if any(key.startswith(name) for key in target)), LAST_LAYERS[0])
     out: State = {}
     for key, value in rest.items():
@@ -155,7 +157,7 @@ def _translate(theirs: State, backbone: nn.Module, name: str, report: Translatio
 
 
 def _fit(ours: State, target: State, report: TranslationReport, resize: bool, ends: str = ENDS) -> State:
-    """Returns the tensors that ``target`` contains, with its shapes and dtypes. Raises ValueError if shapes differ."""
+    """Returns the tensors that ``target`` contains, with the target's dtypes. Raises ValueError if shapes differ."""
     extra = [key for key in ours if key not in target]
     if strange := [key for key in extra if not re.fullmatch(ends, key)]:
         raise ValueError(f'The target has no {_some(strange)}. It may have another architecture or depth.')
@@ -195,7 +197,7 @@ def _resize(key: str, value: Tensor, want: Tensor) -> Tensor | None:
 
 
 def _check_heads(ours: State, backbone: nn.Module, name: str, configured: bool) -> None:
-    """Raises ValueError if the number of heads differs from the file. The shapes of tensors do not show this."""
+    """Raises ValueError if the number of heads differs from that in the file. Tensor shapes do not show this number."""
     for key in ours:
         if not re.search(r'\.attn\.(q|qkv)\.weight$', key) or (FORMATS[name].is_own and configured):
             continue
@@ -216,7 +218,7 @@ def _check_heads(ours: State, backbone: nn.Module, name: str, configured: bool) 
 
 
 def _check_norms(ours: State, backbone: nn.Module, name: str, warm_start: float | None) -> None:
-    """Raises ValueError if a norm differs from the norm in the file, provided that the format specifies the norm."""
+    """Raises ValueError if a norm differs from the norm in the file. Some formats do not specify norms."""
     modules = dict(backbone.named_modules())
     for norm in sorted({match[1] for key in ours if (match := re.match(r'(.*\bnorm[0-3]?)\.', key))} & modules.keys()):
         possible = FORMATS[name].norms(norm, ours)
@@ -233,7 +235,7 @@ def _check_norms(ours: State, backbone: nn.Module, name: str, warm_start: float 
 
 
 def _is_norm(modules: Mapping[str, nn.Module], norm: str, cfg: Mapping[str, Any], warm_start: float | None) -> bool:
-    """Returns whether a norm has the settings in ``cfg``. A warm start may replace LayerNorm by DTN."""
+    """Returns whether a norm has the settings in ``cfg``. A warm start may replace LayerNorm with DTN."""
     module = modules[norm]
     if warm_start is not None and cfg['type'] == 'LN' and isinstance(module, DTN):
         return module.eps == cfg['eps']
@@ -282,9 +284,9 @@ def _check_warm_start(backbone: nn.Module, warm_start: float | None) -> None:
 def _fill(
     ours: State, target: State, report: TranslationReport, backbone: nn.Module, warm_start: float | None
 ) -> State:
-    """Returns values for parameters that the file lacks: start values of DTN, or zeros for missing biases.
+    """Returns values for parameters that the file lacks: start values for DTN, and zeros for missing biases.
 
-    Parameters at the end of the backbone keep their initial values. Other missing parameters raise an error.
+    Parameters at the end of the backbone keep their initial values. Any other missing parameter raises an error.
     """
     out = {}
     missing = [key for key in target if key not in ours]

@@ -11,7 +11,7 @@ from .format import Format, State
 def from_timm_vit(state: State) -> State:
     """Translates timm's ``vit_*`` and ``deit_*`` with a class token.
 
-    The position embedding must be square, and may start with the position of the class token.
+    The position embedding must be square, and may begin with the class token's position.
     """
     out: State = {}
     for key, value in state.items():
@@ -20,7 +20,7 @@ def from_timm_vit(state: State) -> State:
         if key == 'pos_embed':
             side = int(value.shape[1] ** 0.5)
             out[key] = value[:, value.shape[1] - side * side :].reshape(1, side, side, -1)
-        elif key == 'cls_token':  # includes its position, so that the token can join before any block
+        elif key == 'cls_token':  # adds its position, so that the class token can join before any block
             position = state['pos_embed']
             leads = position.shape[1] != int(position.shape[1] ** 0.5) ** 2
             out[key] = (value.double() + position[:, :1].double() if leads else value)[:, None]
@@ -54,14 +54,14 @@ def from_mmpretrain_vit(state: State) -> State:
 def is_of_dtns_authors(state: State) -> bool:
     """Returns whether a file with timm's keys and LayerNorm comes from the DTN authors.
 
-    Their ViT has no bias in qkv and no position for the class token.
+    The authors' ViT has no bias in qkv and no position for the class token.
     """
     position = state['pos_embed']
     return 'blocks.0.attn.qkv.bias' not in state and math.isqrt(position.shape[1]) ** 2 == position.shape[1]
 
 
 def _settings(state: State) -> dict[str, int]:
-    """Returns the sizes of patches and images if they differ from the defaults, 16 and 224."""
+    """Returns the patch size and the image size if they differ from the defaults, 16 and 224."""
     weight = next(value for key, value in state.items() if re.fullmatch(r'patch_embed\.proj(ection)?\.weight', key))
     patch = weight.shape[-1]
     size = patch * math.isqrt(state['pos_embed'].shape[1])

@@ -1,4 +1,4 @@
-"""Checkpoint loaders for mmengine, which read safetensors files and download checkpoints from URLs."""
+"""Checkpoint loaders for mmengine that read safetensors files and download checkpoints from URLs."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from mmdtn.checkpoints.fetch import fetch
 
 
 def load_from_url(url: str, map_location: Any = None) -> Any:
-    """Downloads a checkpoint, once for all processes of a machine, and loads it."""
+    """Loads a checkpoint from a URL. All processes on a machine share one download."""
     return CheckpointLoader.load_checkpoint(str(fetch(url)), map_location)
 
 
@@ -18,6 +18,6 @@ def load_from_safetensors(path: str, map_location: Any = None) -> dict[str, Any]
 
 
 def register_loaders() -> None:
-    """Registers the loaders with mmengine for ``load_from``, ``--weights`` and the checkpoint of a test."""
+    """Registers the loaders with mmengine for ``load_from``, ``--weights`` and test checkpoints."""
     CheckpointLoader.register_scheme(('http://', 'https://'), load_from_url, force=True)
     CheckpointLoader.register_scheme(r'.*\.safetensors$', load_from_safetensors, force=True)

@@ -24,7 +24,7 @@ LOCAL_RANKS = dict(pytorch='LOCAL_RANK', slurm='SLURM_LOCALID', mpi='OMPI_COMM_W
 class BFloat16OptimWrapper(OptimWrapper):
     """Optimizer wrapper that runs the model under bfloat16 autocast.
 
-    bfloat16 has the range of float32, so the loss needs no scaling. MMEngine's ``AmpOptimWrapper`` requires a GPU
+    bfloat16 has the same range as float32, so the loss needs no scaling. MMEngine's ``AmpOptimWrapper`` requires a GPU
     because of its gradient scaler.
     """
 
@@ -37,7 +37,7 @@ class BFloat16OptimWrapper(OptimWrapper):
 def keep_freed_memory() -> None:
     """Makes glibc keep freed memory for later tensors, as PyTorch's caching allocator does on GPUs.
 
-    By default glibc returns large blocks to the operating system. Every step then requests them again, and the
+    By default, glibc returns large blocks to the operating system. Every step then requests these blocks again, and the
     operating system zeroes them page by page.
     """
     if platform.libc_ver()[0] == 'glibc':
@@ -47,10 +47,10 @@ def keep_freed_memory() -> None:
 
 
 def run_on_cpu(cfg: Config) -> None:
-    """Changes a config so that its processes communicate through gloo, and initialises the process group.
+    """Configures a run to communicate through gloo, and initialises the process group.
 
-    MMEngine sets a CUDA device whenever it initialises a process group, but uses an existing process group as it is.
-    MMEngine also passes a device number to DDP, which must not have one for a model on the CPU.
+    MMEngine sets a CUDA device when it initialises a process group, but not when a process group already exists.
+    MMEngine also passes a device number to DDP, but DDP must not receive one for a model on the CPU.
     """
     env_cfg = cfg.get('env_cfg') or {}
     dist_cfg = dict(env_cfg.get('dist_cfg') or {}, backend='gloo')
@@ -74,13 +74,13 @@ def run_on_cpu(cfg: Config) -> None:
 
 
 def _shard_on_cpu(cfg: Config) -> None:
-    from mmengine._strategy import FSDPStrategy  # mmengine's documentation imports it under this name
+    from mmengine._strategy import FSDPStrategy  # mmengine's documentation uses this import path
 
     if not issubclass(class_of(cfg.strategy, STRATEGIES), FSDPStrategy):
         return
     cfg.strategy.model_wrapper = dict(cfg.strategy.get('model_wrapper') or {}, device_id='cpu')
     if cfg.strategy.get('state_dict_cfg') == 'full':
-        # With 'full', FSDP moves the gathered weights to the CPU. If the weights are on the CPU already, FSDP copies
+        # With 'full', FSDP moves the gathered weights to the CPU. If the weights are already on the CPU, FSDP copies
         # nothing, and torch then reads freed memory.
         here = dict(rank0_only=True, offload_to_cpu=False)
         cfg.strategy.state_dict_cfg = dict(

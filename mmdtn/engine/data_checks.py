@@ -1,4 +1,4 @@
-"""Checks the datasets of a run before they are used, and reports each fault with its file and id."""
+"""Checks the datasets of a run before use, and reports each fault with its file and id."""
 
 import json
 import os
@@ -22,19 +22,19 @@ SHOWN = 20  # number of faults that a message lists
 def check_data(runner: Runner, names: tuple[str, ...], strict: bool = False) -> None:
     """Checks the datasets of a runner's loaders before the run reads them.
 
-    Annotation files are checked because MMDetection silently drops the annotations that it cannot use. Broken images
-    are removed from validation and test sets here, because samplers and metrics rely on a fixed dataset length.
-    Training sets are large, so SkipBrokenImagesHook checks their images when they are loaded.
+    Annotation files are checked because MMDetection silently drops annotations that it cannot use. Broken images are
+    removed from validation and test sets here, because samplers and metrics rely on a fixed dataset length. Training
+    sets are large, so SkipBrokenImagesHook checks each training image when it is loaded.
 
     Args:
-        runner: Runner that is built but has not started.
+        runner: Runner that has not started.
         names: The loaders to check: ``'train'``, ``'val'`` or ``'test'``.
         strict: Whether to raise an error at the first fault.
     """
-    # Maps an annotation file and its classes to the file that is read instead, if there is one.
+    # Maps an annotation file and its classes to the repaired copy, or to None.
     checked: dict[tuple[str, tuple[str, ...]], str | None] = {}
     for name in names:
-        loader = getattr(runner, f'_{name}_dataloader')  # the settings; the public property would build the loader
+        loader = getattr(runner, f'_{name}_dataloader')  # settings only; the public property would build the loader
         if not isinstance(loader, dict) or not isinstance(loader.get('dataset'), dict):
             continue
         for dataset, path, classes in _annotation_files(loader['dataset']):
@@ -48,7 +48,7 @@ def check_data(runner: Runner, names: tuple[str, ...], strict: bool = False) -> 
 
 
 def _annotation_files(dataset: Any) -> Iterator[tuple[Any, str, tuple[str, ...]]]:
-    """Yields the config of each dataset, including wrapped ones, with its annotation file and its classes."""
+    """Yields each dataset's config, annotation file and classes. Wrapped datasets are included."""
     if isinstance(dataset, list | tuple):
         for part in dataset:
             yield from _annotation_files(part)
@@ -67,7 +67,7 @@ def _classes(dataset: Any) -> tuple[str, ...]:
     kind = class_of(dataset, DATASETS)
     coco = next((base for base in kind.__mro__ if base.__name__ == 'CocoDataset'), None)
     if coco is None or kind.load_data_list is not coco.load_data_list:
-        return ()  # other datasets, such as LVIS, find their categories in other ways
+        return ()  # other datasets, such as LVIS, find their categories differently
     classes = (dataset.get('metainfo') or {}).get('classes') or kind.METAINFO.get('classes') or ()
     return () if isinstance(classes, str) else tuple(classes)  # a string is the path of a file
 
@@ -75,7 +75,7 @@ def _classes(dataset: Any) -> tuple[str, ...]:
 def _report_annotations(runner: Runner, path: str, classes: tuple[str, ...], strict: bool) -> str | None:
     """Logs the faults of an annotation file. Returns a repaired copy if MMDetection cannot read the file."""
     result: list[Any] = [None, None]  # an error that stops the run, and the list of faults
-    if is_main_process():  # one process reads the file, and all use the result
+    if is_main_process():  # one process reads the file and shares the result
         try:
             result[1] = coco_faults(path, classes)
         except (DataError, OSError) as error:
@@ -91,7 +91,7 @@ def _report_annotations(runner: Runner, path: str, classes: tuple[str, ...], str
     runner.logger.warning(f'{message}\nThey are ignored. Use --strict to stop instead.')
     copy: list[Any] = [None]
     if is_main_process() and classes and (content := without_unreadable(path)):
-        parts = Path(path).resolve().parts[1:]  # keeps files of the same name in different folders apart
+        parts = Path(path).resolve().parts[1:]  # the folders keep files of the same name apart
         copy[0] = str(Path(runner.log_dir, 'annotations', *parts).absolute())
         write_whole(copy[0], json.dumps(content))
     return broadcast(copy)[0]
@@ -106,7 +106,7 @@ def _replace_annotation_file(evaluator: Any, path: str, readable: str) -> None:
 
 
 def listed(faults: list[str]) -> str:
-    """Formats the first faults, one on each line, and the number of the remaining ones."""
+    """Formats the first faults, one per line, and the number of remaining faults."""
     more = f'\n  and {len(faults) - SHOWN} more' if len(faults) > SHOWN else ''
     return ''.join(f'\n  {fault}' for fault in faults[:SHOWN]) + more
 
@@ -116,7 +116,7 @@ def _without_broken_images(runner: Runner, dataset: Any, strict: bool) -> Any:
         dataset.full_init()
     if not isinstance(dataset, BaseDataset) or not is_local(dataset):
         return dataset
-    found: list[Any] = [{}, 0]  # descriptions of broken images by index, and their number of objects
+    found: list[Any] = [{}, 0]  # descriptions of broken images by index, and the number of objects in them
     if is_main_process():
         with ThreadPoolExecutor(16) as pool:
             infos = [dataset.get_data_info(i) for i in range(len(dataset))]
@@ -151,7 +151,7 @@ def describe(info: dict, fault: str) -> str:
 
 
 def note(log_dir: str, line: str) -> None:
-    """Appends a line to the list of skipped images of this process.
+    """Appends a line to this process's list of skipped images.
 
     Data workers are separate processes that may be killed at any time. A short line is appended completely or not at
     all.
@@ -161,7 +161,7 @@ def note(log_dir: str, line: str) -> None:
 
 
 def is_local(dataset: BaseDataset) -> bool:
-    """Whether the images are local files, according to the dataset and its pipeline."""
+    """Returns whether the dataset and its pipeline read local image files."""
     return not any(getattr(part, 'backend_args', None) for part in (dataset, *dataset.pipeline.transforms))
 
 

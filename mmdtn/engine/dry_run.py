@@ -22,14 +22,14 @@ STEPS = 6  # number of training and validation steps; the first includes one-tim
 
 
 def dry_run(cfg: Config, strict: bool = False) -> None:
-    """Trains and validates a few steps, and prints the time and memory that the whole run needs.
+    """Runs a few training and validation steps, and prints the time and memory that the whole run needs.
 
-    The files of these steps are written to a temporary directory and deleted.
+    The steps write their files to a temporary directory, which is then deleted.
     """
     with tempfile.TemporaryDirectory(prefix='dry-run-') as work_dir:
         cfg.work_dir = work_dir
         checkpoint_settings(cfg).pop('out_dir', None)
-        # MMEngine shares a visualizer and its folder between all runs that use the same name, so this name is unique.
+        # MMEngine shares a visualizer and its folder between all runs with the same name, so this name must be unique.
         cfg.visualizer = dict(cfg.get('visualizer') or dict(type='Visualizer'), name=Path(work_dir).name)
         runner = build_runner(cfg)
         runner.register_hook(_StopsAfterAFewSteps())
@@ -51,7 +51,7 @@ class _Done(Exception):
 class _StopsAfterAFewSteps(Hook):
     """Hook that times the first steps and then ends the run."""
 
-    priority = 'LOWEST'  # after the other hooks, so that their time counts
+    priority = 'LOWEST'  # runs after all other hooks, so that their time counts
 
     def before_train(self, runner: Runner) -> None:
         self.last = runner.iter + min(STEPS, runner.max_iters - runner.iter)
@@ -59,7 +59,7 @@ class _StopsAfterAFewSteps(Hook):
         self.start = time.perf_counter()
 
     def after_val(self, runner: Runner) -> None:
-        self.start = time.perf_counter()  # a validation between two short epochs is not part of a step
+        self.start = time.perf_counter()  # excludes the time of a validation between two short epochs
 
     def after_train_iter(self, runner: Runner, *args: Any, **kwargs: Any) -> None:
         _wait_for_gpu()
@@ -92,13 +92,13 @@ def _time_validation_step(runner: Runner) -> float:
         now = time.perf_counter()
         seconds.append(now - start)
         start = now
-    for metric in runner.val_loop.evaluator.metrics:  # a metric that fails would end the run after its first epoch
+    for metric in runner.val_loop.evaluator.metrics:  # a failing metric would end the run after its first epoch
         metric.evaluate(len(metric.results) * get_world_size())
     return _typical(seconds)
 
 
 def _typical(seconds: list[float]) -> float:
-    """Returns the median of all steps but the first, or the time of the only step."""
+    """Returns the median time of all steps after the first, or the time of a single step."""
     return statistics.median(seconds[1:] or seconds)
 
 
@@ -120,5 +120,5 @@ def _peak_memory() -> str:
         import resource
     except ImportError:
         return 'unknown on this system'
-    unit = 1 if sys.platform == 'darwin' else 1024  # bytes in a unit of ru_maxrss
+    unit = 1 if sys.platform == 'darwin' else 1024  # number of bytes in one unit of ru_maxrss
     return f'{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30:.2f} GB of the process'

@@ -15,16 +15,16 @@ ENDS = dict(JPEG=b'\xff\xd9', PNG=b'IEND\xae\x42\x60\x82')
 
 
 class DataError(UserError):
-    """Raised for data that cannot be used, and with ``--strict`` for data that would otherwise be left out."""
+    """Raised for unusable data. With ``--strict``, data that would otherwise be left out also raises the error."""
 
 
 def coco_faults(path: str, classes: Sequence[str] = ()) -> list[str]:
     """Returns a description of each fault in a COCO annotation file.
 
-    ``DataError`` is raised if nothing in the file can be used.
+    Raises ``DataError`` if nothing in the file can be used.
 
-    JSON files in other formats have no faults. COCO files of captions, of panoptic segments, or of test images without
-    annotations have no faults either.
+    No faults are reported for JSON files in other formats, or for COCO files of captions, panoptic segments or
+    unannotated test images.
 
     Args:
         path: The annotation file.
@@ -79,8 +79,8 @@ def coco_faults(path: str, classes: Sequence[str] = ()) -> list[str]:
 def without_unreadable(path: str) -> dict[str, Any] | None:
     """Returns the content of a COCO file without the annotations that MMDetection cannot read.
 
-    MMDetection fails at a box that is not four numbers, and at a repeated annotation id. MMDetection skips other faulty
-    annotations itself. The result is None if all annotations can be read.
+    MMDetection fails on boxes that are not four numbers, and on repeated annotation ids. MMDetection itself skips other
+    faulty annotations. Returns None if all annotations can be read.
     """
     content = json.loads(Path(path).read_bytes())
     readable = {a['id']: a for a in reversed(content['annotations']) if _is_box(a.get('bbox'))}
@@ -94,9 +94,9 @@ def _is_box(box: Any) -> bool:
 
 
 def _check_classes(path: str, categories: list[str], classes: Sequence[str]) -> None:
-    """Checks that the file has the classes of the config, in the same order.
+    """Checks that the file lists the classes of the config in the same order.
 
-    MMDetection numbers the classes in the order of the file, whatever the order in the config.
+    MMDetection numbers the classes in the order of the file and ignores the order of the config.
     """
     names = ', '.join(categories[:9]) + (', ...' if categories[9:] else '')
     for name in classes:
@@ -114,7 +114,7 @@ def _check_classes(path: str, categories: list[str], classes: Sequence[str]) -> 
 
 
 def _annotates_boxes(content: dict) -> bool:
-    """Whether the first annotation has the keys of COCO's object annotations."""
+    """Returns whether the first annotation has the keys of COCO's object annotations."""
     annotations = content.get('annotations')
     return isinstance(annotations, list) and all({'id', 'image_id', 'category_id'} <= set(a) for a in annotations[:1])
 
@@ -124,10 +124,10 @@ def _name(image: dict) -> str:
 
 
 def image_fault(path: str) -> str | None:
-    """Returns why an image file cannot be used, or None for a complete file.
+    """Returns the reason why an image file is unusable, or None for a complete file.
 
-    For most files only the first and last bytes are read. Truncated JPEG files must be found here, because some
-    versions of OpenCV decode them and fill the rest with grey.
+    For most files, only the first and last bytes are read. Truncated JPEG files must be found here, because some
+    versions of OpenCV decode them and fill the missing part with grey.
     """
     try:
         if os.path.getsize(path) == 0:
@@ -141,8 +141,8 @@ def image_fault(path: str) -> str | None:
     except OSError as error:
         return _reason(error)
     except Image.DecompressionBombError:
-        return None  # OpenCV reads larger images than Pillow
-    return decoding_fault(path)  # the format has no end marker, or other bytes follow it
+        return None  # OpenCV can read larger images than Pillow
+    return decoding_fault(path)  # the format has no end marker, or the marker is not at the end
 
 
 def decoding_fault(path: str) -> str | None:

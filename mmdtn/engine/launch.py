@@ -1,4 +1,4 @@
-"""Options and functions that the command lines for training and testing share."""
+"""Options and functions shared by the command lines for training and testing."""
 
 import argparse
 import gc
@@ -55,7 +55,7 @@ def build_runner(cfg: Config) -> Runner:
 
 
 def leave_together() -> None:
-    """Waits for all processes before they exit. gloo aborts if one exits while others still communicate with it."""
+    """Lets all processes exit together. gloo aborts if one exits while others still communicate with it."""
     if is_distributed():
         gc.collect()  # frees the runner, whose FSDP model keeps process groups alive
         barrier()
@@ -69,13 +69,13 @@ def has_accelerator() -> bool:
 def add_runtime(cfg: Config, file: Path) -> list[str]:
     """Merges configs/_base_/runtime.py into a config, and returns a line for each change.
 
-    Only mmengine's own loops and checkpoint hook are replaced.
+    Replaces only mmengine's own loops and checkpoint hook.
     """
     runtime, lines = Config.fromfile(file).runtime, []
     ours = runtime.default_hooks.checkpoint
     loop = class_of(cfg.train_cfg, LOOPS) if 'type' in cfg.train_cfg else None  # None: by_epoch selects the loop
     if loop in (None, EpochBasedTrainLoop, IterBasedTrainLoop):
-        cfg.train_cfg.pop('by_epoch', None)  # mmengine accepts either a type or by_epoch
+        cfg.train_cfg.pop('by_epoch', None)  # mmengine accepts a type or by_epoch, but not both
         cfg.train_cfg.update(runtime.train_cfg)
         lines.append(f'train_cfg: {runtime.train_cfg.type} replaces {loop.__name__ if loop else "by_epoch"}')
     hooks = cfg.get('default_hooks') or {}
@@ -98,7 +98,7 @@ def add_runtime(cfg: Config, file: Path) -> list[str]:
 
 
 def add_hook(cfg: Config, **hook: Any) -> bool:
-    """Adds a hook unless the config has one of the same class. Returns whether the hook was added."""
+    """Adds a hook unless the config already has one of the same class. Returns whether the hook was added."""
     present = cfg.get('custom_hooks') or []
     if any(class_of(other, HOOKS) is class_of(hook, HOOKS) for other in present):
         return False
@@ -109,14 +109,14 @@ def add_hook(cfg: Config, **hook: Any) -> bool:
 def check_exists(checkpoint: str) -> None:
     """Raises an error if a local checkpoint does not exist.
 
-    MMEngine would only notice this after building everything else.
+    MMEngine would notice the missing file only after building everything else.
     """
     if '://' not in checkpoint:
         os.stat(checkpoint)
 
 
 def resume(cfg: Config, checkpoint: str) -> None:
-    """Sets the checkpoint to resume from: a file, or for ``'auto'`` the newest complete checkpoint of the run."""
+    """Sets the checkpoint to resume from. ``'auto'`` selects the newest complete checkpoint of the run."""
     cfg.resume = True
     if checkpoint != 'auto':
         check_exists(checkpoint)
@@ -148,9 +148,9 @@ def checkpoint_settings(cfg: Config) -> dict[str, Any]:
 
 
 def _unchecked_checkpoint(work_dir: str) -> str | None:
-    """Returns the last checkpoint that mmengine saved, if it is a remote file or a folder of DeepSpeed.
+    """Returns the last checkpoint that mmengine saved if it is a remote file or a DeepSpeed folder.
 
-    Checkpoints of these kinds cannot be checked for completeness.
+    Such checkpoints cannot be checked for completeness.
     """
     note = Path(work_dir, 'last_checkpoint')
     named = note.read_text().strip() if note.exists() else ''

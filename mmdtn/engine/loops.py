@@ -1,10 +1,10 @@
-"""Training loops in which a resumed run does the same as an uninterrupted one.
+"""Training loops that give a resumed run the same results as an uninterrupted run.
 
 MMEngine restores weights, optimizer, schedules and counters. MMEngine does not restore the position within an epoch,
-the random states of the process and its data workers, or a sampler seed that the config does not set.
+the random states of the process and its data workers, or a sampler seed that is not set in the config.
 
-The loops here save no random states. The model is seeded with the number of the iteration, and the augmentation of each
-sample with the number of the sample. Random numbers drawn during a validation therefore make no difference.
+These loops save no random states. Instead, the iteration number seeds the model, and the sample number seeds the
+augmentation of a sample. Random numbers drawn during validation therefore do not affect training.
 """
 
 from collections.abc import Iterator
@@ -22,7 +22,7 @@ from .numbered_batch_sampler import NumberedBatchSampler, seed_everything
 
 @LOOPS.register_module()
 class ResumableEpochLoop(EpochBasedTrainLoop):
-    """``EpochBasedTrainLoop`` that can resume in the middle of an epoch, with the batches that were not seen yet."""
+    """``EpochBasedTrainLoop`` that can resume in the middle of an epoch with the remaining batches."""
 
     _iter: int
     _done: int
@@ -33,7 +33,7 @@ class ResumableEpochLoop(EpochBasedTrainLoop):
 
     def run(self) -> torch.nn.Module:
         _restore_seeds(self.runner, self.dataloader)
-        hub = self.runner.message_hub  # its content is saved in checkpoints and restored from them
+        hub = self.runner.message_hub  # checkpoints save and restore its content
         length, saved_length = len(self.dataloader), hub.runtime_info.get('batches_in_epoch')
         self._done = self._iter - self._epoch * (saved_length or length)
         if self._done and saved_length != length:
@@ -115,9 +115,9 @@ class _Batches:
 
 
 def _with_numbers(loader: Any, endless: bool = False) -> Any:
-    """Changes the settings of a loader so that its samples are numbered.
+    """Returns the settings of a loader that numbers its samples.
 
-    Loaders that are already built, or that load no batches, are returned unchanged.
+    Loaders that are already built or load no batches are returned unchanged.
     """
     if not isinstance(loader, dict) or loader.get('batch_size') is None:
         return loader
@@ -128,9 +128,9 @@ def _with_numbers(loader: Any, endless: bool = False) -> Any:
 
 
 def _show_batch_size(loader: DataLoader) -> None:
-    """Sets the batch size of the loader, which MMPretrain's PreciseBNHook reads.
+    """Sets the loader's batch size for MMPretrain's PreciseBNHook.
 
-    With a batch sampler torch leaves the batch size None, and offers no public way to set it.
+    With a batch sampler, torch sets the batch size to None and offers no public way to change it.
     """
     if isinstance(loader.batch_sampler, NumberedBatchSampler):
         vars(loader)['batch_size'] = loader.batch_sampler.batch_size
@@ -139,7 +139,7 @@ def _show_batch_size(loader: DataLoader) -> None:
 def _restore_seeds(runner: Runner, loader: DataLoader) -> None:
     """Restores the sampler's seed from the checkpoint.
 
-    The sampler is built before the checkpoint is loaded, and has a new seed if the config sets none.
+    The sampler is built before the checkpoint is loaded, and gets a new seed if the config sets none.
     """
     if isinstance(loader.batch_sampler, NumberedBatchSampler):
         sampler, hub = loader.batch_sampler.sampler, runner.message_hub

@@ -15,22 +15,21 @@ from torch.utils.data import Sampler
 
 @DATA_SAMPLERS.register_module()
 class NumberedBatchSampler(Sampler):
-    """Batch sampler that numbers the samples of another batch sampler, and seeds the augmentation of each.
+    """Batch sampler that numbers the samples of another batch sampler and seeds the augmentation of each sample.
 
-    The number of a sample is its position in the whole run over all processes. The augmentation depends on this number,
-    but neither on the data workers nor on random numbers drawn before.
+    The number of a sample is its position in the whole run, counted over all processes. The augmentation depends on
+    this number, but not on data workers or previously drawn random numbers.
 
-    The dataset needs no change. As documented, torch's loader fetches a batch as ``[dataset[i] for i in batch]``.
-    Iterating over a batch of this sampler seeds the random generators before each index, in the process that loads the
-    sample. ``StatefulDataLoader`` of torchdata saves the random states of the workers, so a run must resume with the
-    same number of workers.
+    The dataset needs no changes. As documented, torch's loader fetches a batch as ``[dataset[i] for i in batch]``. When
+    a process loads a batch of this sampler, it seeds the random generators before each index. In contrast, torchdata's
+    ``StatefulDataLoader`` saves the random states of the workers, so a run must resume with the same number of workers.
 
     Args:
         sampler: Sampler of the indices, which mmengine passes.
         batch_size: Number of samples in a batch, which mmengine passes.
         batch_sampler: Config of the batch sampler that forms the batches.
         seed: Seed of the augmentation.
-        endless: Whether the sampler's next epoch follows after the last batch.
+        endless: Whether the next epoch follows the last batch.
     """
 
     def __init__(
@@ -43,7 +42,7 @@ class NumberedBatchSampler(Sampler):
         self._skipped = 0
 
     def skip(self, batches: int) -> None:
-        """Skips this many batches at the start of the next iteration, without loading their images."""
+        """Skips the given number of batches at the start of the next iteration without loading their images."""
         self._skipped = batches
 
     def __len__(self) -> int:
@@ -73,7 +72,7 @@ class NumberedBatchSampler(Sampler):
 
 @dataclass
 class NumberedBatch:
-    """Indices of the samples in a batch. Iterating over them seeds all random generators before each index."""
+    """Indices of the samples in a batch. Iterating over the batch seeds all random generators before each index."""
 
     indices: Sequence[int]
     numbers: Sequence[int]

@@ -1,4 +1,4 @@
-"""Self-supervised pre-training with DINO, with evaluation by k nearest neighbours and linear classifiers."""
+"""Self-supervised pre-training with DINO, and evaluation by k nearest neighbours and linear classifiers."""
 
 from .dino import DINO, DINOHead, dino_loss
 from .ema import TeacherEMA

@@ -20,7 +20,7 @@ GLOBAL_VIEWS = 2  # the teacher sees the first two views of each image
 
 
 class Distillation(NamedTuple):
-    """Loss of DINO and the entropy of the teacher, which is a lower bound of the loss."""
+    """DINO's loss and its lower bound, the entropy of the teacher."""
 
     loss: Tensor
     teacher_entropy: Tensor
@@ -31,9 +31,9 @@ def dino_loss(
 ) -> Distillation:
     """Computes the cross-entropy between the outputs of teacher and student for different views of an image.
 
-    The loss is the mean of ``-sum_k q_i[k] log p_v[k]`` over the batch and over all pairs of a teacher's view ``i`` and
-    a student's view ``v != i``, with ``q_i = softmax((teacher_i - centre) / teacher_temp)`` and
-    ``p_v = softmax(student_v / student_temp)``. Inputs in half precision are converted to float32.
+    The loss is the mean of ``-sum_k q_i[k] log p_v[k]`` over the batch and over all pairs of teacher view ``i`` and
+    student view ``v != i``, where ``q_i = softmax((teacher_i - centre) / teacher_temp)`` and ``p_v = softmax(student_v
+    / student_temp)``. Half-precision inputs are converted to float32.
 
     Args:
         student: Outputs of the student, ``V x B x K``. The first two views are those of the teacher.
@@ -46,7 +46,7 @@ def dino_loss(
     log_p = (student / student_temp).log_softmax(-1)
     log_q = ((teacher - centre) / teacher_temp).log_softmax(-1)
     q = log_q.exp()
-    others = log_p.sum(0) - log_p[:GLOBAL_VIEWS]  # for each view of the teacher, sum over the other views
+    others = log_p.sum(0) - log_p[:GLOBAL_VIEWS]  # for each teacher view, the sum over all other views
     loss = -(q * others).sum(-1).mean() / (len(student) - 1)
     return Distillation(loss, -(q * log_q).sum(-1).mean())
 
@@ -59,7 +59,7 @@ def _at_least_float32(x: Tensor) -> Tensor:
 class DINOHead(BaseModule):
     """Projection head of DINO.
 
-    The head consists of three linear layers, L2 normalisation, and a linear layer with weight normalisation.
+    The head consists of three linear layers, L2 normalisation, and a final linear layer with weight normalisation.
 
     Args:
         in_channels: Number of channels of the backbone's output.
@@ -91,7 +91,7 @@ class DINOHead(BaseModule):
             if isinstance(layer, nn.Linear):
                 trunc_normal_(layer.weight, std=0.02)
                 nn.init.zeros_(layer.bias)
-        # The older torch.nn.utils.weight_norm does not support deepcopy after a forward pass.
+        # After a forward pass, the older torch.nn.utils.weight_norm does not support deepcopy.
         self.last_layer = weight_norm(nn.Linear(bottleneck_channels, out_channels, bias=False))
         gain = self.last_layer.parametrizations.weight.original0
         nn.init.ones_(gain)
@@ -102,7 +102,7 @@ class DINOHead(BaseModule):
 
 
 class BackboneAndHead(BaseModule):
-    """Backbone that returns one vector per image, followed by a head. Student and teacher are of this class."""
+    """Backbone that returns one vector per image, followed by a head. Student and teacher use this class."""
 
     def __init__(self, backbone: nn.Module, head: nn.Module) -> None:
         super().__init__()
@@ -110,9 +110,9 @@ class BackboneAndHead(BaseModule):
         self.head = head
 
     def forward(self, views: Sequence[Tensor]) -> Tensor:
-        """Computes the outputs, ``V x B x K``, for ``V`` views of ``B`` images.
+        """Computes outputs of shape ``V x B x K`` for ``V`` views of ``B`` images.
 
-        The backbone runs once for each group of consecutive views of equal size. The head runs once for all views.
+        The backbone processes consecutive views of equal size together. The head processes all views together.
         """
         groups = [torch.cat(list(group)) for _, group in groupby(views, key=lambda view: view.shape[2:])]
         vectors = torch.cat([image_vectors(self.backbone(images)) for images in groups])
@@ -123,13 +123,13 @@ class BackboneAndHead(BaseModule):
 class DINO(BaseModel):
     """Trains a backbone to return the same output for different views of an image (DINO, arXiv 2104.14294).
 
-    The student sees all views. The teacher is a moving average of the student and sees the first two views. Training
-    requires :class:`DINOHook`, which updates the teacher and clips the gradients. All modes other than ``'loss'`` use
-    the backbone of the teacher.
+    The student sees all views. The teacher is a moving average of the student and sees only the first two views.
+    Training requires :class:`DINOHook`, which updates the teacher and clips the gradients. All modes except ``'loss'``
+    use the teacher's backbone.
 
-    The log also shows ``teacher_entropy``, the entropy of the teacher's output. Training has collapsed if this entropy
-    is close to 0 or to ``log K``. ``kl`` is the divergence of the student from the teacher. ``centre_norm`` is the norm
-    of the centre.
+    The log also shows ``teacher_entropy``, the entropy of the teacher's output. If the entropy is close to 0 or to
+    ``log K``, training has collapsed. The value ``kl`` is the divergence of the student from the teacher, and
+    ``centre_norm`` is the norm of the centre.
 
     Args:
         backbone: Config of a backbone whose last output is a vector ``B x C`` or a map. Maps are averaged.
@@ -192,7 +192,7 @@ class DINO(BaseModel):
         return self.teacher.module.backbone(images)
 
     def loss(self, views: Sequence[Tensor]) -> dict[str, Tensor]:
-        """Computes the loss and the values for the log. In training mode, the centre is updated."""
+        """Computes the loss and the values to log. Updates the centre in training mode."""
         if isinstance(views, Tensor) or len(views) < GLOBAL_VIEWS:
             found = f'a tensor of shape {tuple(views.shape)}' if isinstance(views, Tensor) else f'{len(views)} views'
             raise ValueError(
@@ -214,7 +214,7 @@ class DINO(BaseModel):
 
     @torch.no_grad()
     def move_centre(self, teacher: Tensor) -> None:
-        """Moves the centre towards the mean output of the teacher. The mean is over views, images and processes."""
+        """Moves the centre towards the teacher's mean output over all views, images and processes."""
         mean = teacher.to(self.centre.dtype).mean((0, 1))
         all_reduce(mean, 'mean')
         self.centre.lerp_(mean, 1 - self.centre_momentum)

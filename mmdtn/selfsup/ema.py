@@ -8,14 +8,14 @@ from torch import nn
 
 
 class TeacherEMA(ExponentialMovingAverage):
-    """Moving average of a student, with a momentum that rises to 1 along a cosine.
+    """Moving average of a student. Its momentum rises to 1 along a cosine.
 
-    After optimizer step ``t`` of ``N``, ``teacher = m_t * teacher + (1 - m_t) * student`` with
-    ``m_t = 1 - (1 - momentum) * (1 + cos(pi * t / N)) / 2``. The teacher starts as a copy of the student and gets no
-    gradients. It is always in evaluation mode, so stochastic depth is disabled.
+    After optimizer step ``t`` of ``N``, the teacher becomes ``m_t * teacher + (1 - m_t) * student``, where ``m_t = 1 -
+    (1 - momentum) * (1 + cos(pi * t / N)) / 2``. The teacher starts as a copy of the student and receives no gradients.
+    Because it is always in evaluation mode, stochastic depth is disabled.
 
-    MMPretrain's ``CosineEMA`` cannot be used, because it only copies the student in the first step. MMEngine's
-    ``EMAHook`` cannot be used, because it swaps the weights of the two models for validation.
+    Two existing classes are unsuitable: MMPretrain's ``CosineEMA`` only copies the student in the first step, and
+    MMEngine's ``EMAHook`` swaps the weights of the two models for validation.
 
     Args:
         student: Module to average.

@@ -18,16 +18,16 @@ from .dino import DINO
 
 @HOOKS.register_module()
 class DINOHook(Hook):
-    """Hook that clips the gradients before each optimizer step and updates the teacher of :class:`DINO` after it.
+    """Hook that clips gradients before each optimizer step, and then updates the teacher of :class:`DINO`.
 
-    The gradients are clipped in a pre-step hook of torch's optimizer, which works with every optimizer wrapper. When
-    the pre-step hook runs, gradients are already accumulated and unscaled. The only exception is an optimizer with
-    ``fused=True`` and a gradient scaler, because such an optimizer unscales the gradients itself.
+    Clipping happens in a pre-step hook of torch's optimizer, which works with every optimizer wrapper. When the
+    pre-step hook runs, the gradients have been accumulated and unscaled. The only exception is an optimizer with
+    ``fused=True`` and a gradient scaler, because such an optimizer unscales gradients itself.
 
     Args:
         clip_grad: Maximum norm of the gradient of each single parameter. None disables clipping.
-        frozen_last_layer: Number of epochs in which the last layer of the head is frozen. The layer has no gradients
-            then, so the optimizer skips it and applies no weight decay.
+        frozen_last_layer: Number of epochs in which the head's last layer is frozen. The layer then has no gradients,
+            so the optimizer skips it and applies no weight decay.
         warmup_temp: Temperature of the teacher in the first epoch.
         warmup_epochs: Number of epochs in which the temperature changes linearly to the model's ``teacher_temp``.
 
@@ -57,7 +57,7 @@ class DINOHook(Hook):
         self.final_temp = self.model.teacher_temp
         iterations = runner.cfg.get('optim_wrapper', {}).get('accumulative_counts', 1)
         self.model.teacher.total_steps = math.ceil(runner.max_iters / iterations)
-        if runner.iter == 0:  # load_from may have loaded the number of updates of another training
+        if runner.iter == 0:  # load_from may have loaded the update count of another run
             self.model.teacher.steps.zero_()
         self.handle = runner.optim_wrapper.optimizer.register_step_pre_hook(self.prepare_gradients)
         entropy = math.log(len(self.model.centre))
@@ -71,7 +71,7 @@ class DINOHook(Hook):
 
     @property
     def epoch(self) -> int:
-        """Number of passes over the data so far, which MMEngine's iteration-based loops do not count."""
+        """Number of finished passes over the data, which MMEngine's iteration-based loops do not count."""
         return self.runner.iter // len(self.runner.train_dataloader)
 
     def before_train_iter(self, *args: Any, **kwargs: Any) -> None:

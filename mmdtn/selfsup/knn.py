@@ -10,18 +10,18 @@ from torch import Tensor, nn
 
 from mmdtn.errors import UserError
 
-QUERIES, IMAGES = 1024, 65536  # chunk sizes; the similarities of one chunk take 256 MB
+QUERIES, IMAGES = 1024, 65536  # chunk sizes, for which the similarities take 256 MB
 
 
 class Features(NamedTuple):
-    """Feature vectors of images, ``N x C`` with unit length, and labels of the images, ``N``."""
+    """Unit-length feature vectors ``N x C`` and labels ``N`` of images."""
 
     vectors: Tensor
     labels: Tensor
 
 
 def image_vectors(outputs: Any) -> Tensor:
-    """Returns the last output of a backbone or neck as vectors ``B x C``. Maps are averaged."""
+    """Returns the last output of a backbone or neck as vectors ``B x C``, averaging over maps."""
     last = outputs[-1] if isinstance(outputs, list | tuple) else outputs
     if not isinstance(last, Tensor) or last.dim() not in (2, 4):
         found = f'of shape {tuple(last.shape)}' if isinstance(last, Tensor) else f'of type {type(last).__name__}'
@@ -31,7 +31,7 @@ def image_vectors(outputs: Any) -> Tensor:
 
 @torch.no_grad()
 def features_of(model: Any, batch: dict) -> Features:
-    """Computes the features of a batch with ``extract_feat``, which DINO and the models of MMPretrain have."""
+    """Computes the features of a batch with the method ``extract_feat`` of DINO and MMPretrain's models."""
     data = model.data_preprocessor(batch, False)
     vectors = F.normalize(image_vectors(model.extract_feat(data['inputs'])).float(), dim=1)
     samples = data['data_samples'] or []
@@ -43,10 +43,10 @@ def features_of(model: Any, batch: dict) -> Features:
 
 
 def joined(parts: Sequence[Features], length: int) -> Features:
-    """Gathers the features of a dataset with ``length`` images from the batches of all processes.
+    """Gathers the features of a dataset's ``length`` images from all processes.
 
-    MMEngine's ``DefaultSampler`` gives each of n processes every n-th image, and repeats some images so that all
-    processes have the same number.
+    With n processes, MMEngine's ``DefaultSampler`` gives each process every n-th image, and repeats some images so that
+    all processes have the same number of images.
     """
     vectors, labels = torch.cat([p.vectors for p in parts]), torch.cat([p.labels for p in parts])
     return Features(*(torch.stack(all_gather(each), 1).flatten(0, 1)[:length] for each in (vectors, labels)))
@@ -58,9 +58,9 @@ def extract(model: nn.Module, loader: Any) -> Features:
 
 
 def neighbours(queries: Tensor, images: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Returns the similarities and indices of the ``k`` images closest to each query, ``Q x k``, closest first.
+    """Finds the ``k`` images closest to each query. Returns similarities and indices, ``Q x k``, closest first.
 
-    Only a part of the ``Q x N`` similarities is in memory at a time.
+    Only some of the ``Q x N`` similarities are in memory at any time.
     """
     found = [_among_all(some, images, k) for some in queries.split(QUERIES)]
     similarities, numbers = zip(*found, strict=True)
@@ -80,7 +80,7 @@ def _among_all(queries: Tensor, images: Tensor, k: int) -> tuple[Tensor, Tensor]
 
 
 def votes(similarities: Tensor, labels: Tensor, classes: int, temperature: float) -> Tensor:
-    """Sums ``exp(similarity / temperature)`` over the neighbours of each class, and returns ``Q x classes``."""
+    """Sums ``exp(similarity / temperature)`` over each class's neighbours. The result has shape ``Q x classes``."""
     weights = (similarities / temperature).exp()
     return weights.new_zeros(len(weights), classes).scatter_add_(1, labels, weights)
 
@@ -90,7 +90,7 @@ def accuracy(
 ) -> dict[int, tuple[float, float]]:
     """Computes the top-1 and top-5 accuracy in percent for each number of neighbours.
 
-    Each process classifies a part of the queries, and all processes return the same result.
+    Each process classifies some of the queries, and all processes return the same result.
     """
     ks = sorted(ks)
     if not ks or ks[0] < 1 or ks[-1] > len(images.labels):

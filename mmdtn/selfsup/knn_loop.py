@@ -18,15 +18,16 @@ from .knn import Features, accuracy, extract, features_of, joined
 class KNNLoop(ValLoop):
     """Validation loop that classifies images by their k nearest neighbours among labelled images.
 
-    For each k, such as 20, the metrics are ``accuracy/20-NN`` and ``accuracy/20-NN_top5`` in percent. The loop needs no
-    evaluator, so set ``val_evaluator=[]``. All loaders need ``collate_fn=dict(type='default_collate')``.
+    For k = 20, for example, the metrics are ``accuracy/20-NN`` and ``accuracy/20-NN_top5`` in percent. Set
+    ``val_evaluator=[]``, because the loop needs no evaluator. All loaders need
+    ``collate_fn=dict(type='default_collate')``.
 
     Args:
         bank: Config of the loader of labelled images, with test transforms and without shuffling.
         ks: Numbers of neighbours.
         temperature: Temperature of the votes. The vote of a neighbour is ``exp(similarity / temperature)``.
-        stage: ``'val'``, or ``'test'`` in a ``test_cfg``. The loop calls the hooks of this stage.
-        keep: Path of a file to which the features of both sets are saved.
+        stage: ``'val'``, or ``'test'`` in a ``test_cfg``. Determines which hooks the loop calls.
+        keep: File to which the features of both sets are saved.
 
     Example:
         val_cfg = dict(type='KNNLoop', bank=dict(batch_size=256, dataset=..., sampler=dict(type='DefaultSampler',

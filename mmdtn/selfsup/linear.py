@@ -10,7 +10,7 @@ from mmengine.model import BaseModel, BaseModule
 from mmengine.registry import METRICS, MODELS
 from torch import Tensor, nn
 
-# Maps the name of each kind of features to the options of the backbone and the number of vectors that it returns.
+# Maps each feature type to the backbone's options and its number of output vectors.
 FEATURES: dict[str, tuple[dict[str, Any], int]] = {
     'cls+mean': (dict(out_type='cls+mean'), 2),
     'last4': (dict(out_type='cls_token', out_indices=(-4, -3, -2, -1)), 4),
@@ -19,7 +19,7 @@ TOP = 5
 
 
 class Probes(BaseModule):
-    """Linear classifiers with the same input, one for each learning rate."""
+    """Linear classifiers that share an input, one for each learning rate."""
 
     def __init__(self, in_channels: int, num_classes: int, number: int) -> None:
         super().__init__()
@@ -38,11 +38,11 @@ class Probes(BaseModule):
 class LinearProbe(BaseModel):
     """Trains linear classifiers on a frozen backbone, one for each learning rate.
 
-    The parameters of classifier ``i`` start with ``head.probes.i.``. Set its learning rate in ``paramwise_cfg`` of the
-    optimizer wrapper. The log shows one loss for each learning rate.
+    The parameter names of classifier ``i`` start with ``head.probes.i.``. The optimizer wrapper's ``paramwise_cfg``
+    must set the learning rate of each classifier. The log shows one loss for each learning rate.
 
     Args:
-        backbone: Config of a ``ViTDTN`` or ``T2TViTDTN``. ``features`` determines the output of the backbone.
+        backbone: Config of a ``ViTDTN`` or ``T2TViTDTN``. ``features`` determines its output.
         num_classes: Number of classes.
         rates: Learning rates, which are part of the names of the losses.
         features: ``'cls+mean'`` uses the class token and the mean of the patch tokens of the last block. ``'last4'``
@@ -90,10 +90,10 @@ class LinearProbe(BaseModel):
 
 @METRICS.register_module()
 class ProbeAccuracy(BaseMetric):
-    """Accuracy of each classifier of :class:`LinearProbe`.
+    """Metric for the accuracy of each classifier of :class:`LinearProbe`.
 
-    ``accuracy/top1`` and ``accuracy/top5`` are the accuracies of the classifier with the highest top-1 accuracy.
-    ``best_rate`` is the learning rate of this classifier.
+    The metrics ``accuracy/top1``, ``accuracy/top5`` and ``best_rate`` are the accuracies and the learning rate of the
+    classifier with the highest top-1 accuracy.
 
     Args:
         rates: Learning rates of the model.

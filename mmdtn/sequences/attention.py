@@ -1,8 +1,8 @@
 """Self-attention modules for long padded sequences: full attention, BigBird and Reformer.
 
-Each module takes tokens ``B x T x C`` and a mask ``real``, ``B x T``, which is True for real tokens. The real tokens
-come before the padding. No real token attends to padding. The number of blocks or chunks depends on ``max_tokens``, not
-on T, so more padding does not change the output.
+Each module takes tokens of shape ``B x T x C`` and a mask ``real`` of shape ``B x T``, which is True for real tokens.
+Real tokens precede the padding and never attend to padding. The number of blocks or chunks depends on ``max_tokens``,
+not on T, so additional padding does not change the output.
 """
 
 import math
@@ -39,7 +39,7 @@ class FullAttention(nn.Module):
         return self.out(merge_heads(self.attend(q, k, v, real)))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, real: Tensor) -> Tensor:
-        """Computes the attention of queries, keys and values ``B x K x T x c``. The output has the same shape."""
+        """Computes attention for queries, keys and values of shape ``B x K x T x c``, and returns the same shape."""
         dropout = self.dropout if self.training else 0.0
         return F.scaled_dot_product_attention(q, k, v, attn_mask=real[:, None, None], dropout_p=dropout)
 
@@ -48,8 +48,8 @@ class FullAttention(nn.Module):
 class BigBirdAttention(FullAttention):
     """Block-sparse attention with the fixed mask of :func:`bigbird_mask` (Zaheer et al., arXiv 2007.14062).
 
-    For each block of queries, the module gathers the few blocks of keys that the mask allows. It computes attention
-    scores for these blocks only.
+    For each query block, the module gathers the few key blocks that the mask allows. Attention scores are computed only
+    for these blocks.
 
     Args:
         channels: Number of channels, C.
@@ -79,8 +79,8 @@ class BigBirdAttention(FullAttention):
         self.num_blocks = math.ceil(max_tokens / block_size)
         mask = bigbird_mask(self.num_blocks, num_heads, layer, random_blocks, random_tokens // block_size)
         self.sees_all = bool(mask.all())
-        middle = mask[:, 1:-1]  # the first and the last block attend to all blocks
-        # Sort the visible blocks to the front. Rows with fewer visible blocks are filled with masked blocks.
+        middle = mask[:, 1:-1]  # the first and last blocks attend to all blocks
+        # Visible blocks are sorted to the front. Rows with fewer visible blocks are padded with masked blocks.
         counts, seen = middle.int().sort(dim=-1, descending=True, stable=True)
         most = int(middle.sum(-1).max()) if middle.numel() else 0
         self.register_buffer('seen', seen[..., :most].contiguous(), persistent=False)
@@ -98,9 +98,9 @@ class BigBirdAttention(FullAttention):
         return torch.cat((first, middle, last), 2)[:, :, :T]
 
     def _attend_to_blocks(self, q: Tensor, k: Tensor, v: Tensor, real: Tensor) -> Tensor:
-        """Computes the attention of the middle blocks of queries to their visible blocks.
+        """Computes the attention of the middle query blocks to their visible blocks.
 
-        Each of the M blocks of S queries becomes a separate head, ``B x (K M) x S x c``, for torch's attention.
+        For torch's attention, each of the M blocks of S queries becomes a separate head, ``B x (K M) x S x c``.
         """
         K, M, n = self.seen.shape
         heads = torch.arange(K, device=k.device)[:, None, None]
@@ -119,22 +119,22 @@ class BigBirdAttention(FullAttention):
 
 
 def bigbird_mask(num_blocks: int, num_heads: int, seed: int, random_blocks: int = 3, random_from: int = 16) -> Tensor:
-    """Returns the block mask of BigBird in Long-Range Arena, ``K x blocks x blocks``.
+    """Returns BigBird's block mask from Long-Range Arena, with shape ``K x blocks x blocks``.
 
-    An entry is True if the query block attends to the key block. The first and the last block attend to all blocks, and
-    all blocks attend to the first and the last block. Every other block attends to itself, to the two neighbouring
-    blocks, and to random blocks among the first ``random_from`` blocks. Each head has its own random blocks.
+    An entry is True if the query block attends to the key block. The first and last blocks attend to all blocks, and
+    all blocks attend to them. Every other block also attends to itself, to its two neighbours, and to random blocks
+    among the first ``random_from`` blocks. Each head has its own random blocks.
     """
-    block = torch.arange(num_blocks, device='cpu')  # on the CPU, even if the model is built on the meta device
+    block = torch.arange(num_blocks, device='cpu')  # even a model on the meta device needs real values here
     mask = ((block[:, None] - block).abs() <= 1).repeat(num_heads, 1, 1)
     for end in (0, -1):
         mask[:, end] = mask[:, :, end] = True
-    # NumPy's legacy generator, called in this order, draws the same random blocks as the code of Long-Range Arena.
+    # If called in this order, NumPy's legacy generator draws the same random blocks as Long-Range Arena's code.
     rng = np.random.RandomState(seed)
     for head in mask:
         for i in range(1, num_blocks - 1):
             last = min(num_blocks, random_from) - 1
-            if i > 2:  # the code of Long-Range Arena chooses among fewer blocks in the last two rows
+            if i > 2:  # Long-Range Arena's code chooses among fewer blocks in the last two rows
                 last -= {num_blocks - 3: 4, num_blocks - 2: 3}.get(i, 0)
             candidates = [j for j in range(1, min(last, num_blocks - 2) + 1) if abs(i - j) > 1]
             head[i, rng.permutation(candidates)[:random_blocks].astype(int)] = True
@@ -148,10 +148,10 @@ OWN_TOKEN = -1e4  # bias that keeps a token from attending to itself if it can a
 class ReformerAttention(nn.Module):
     """Attention among tokens with similar hashes, as in Reformer (Kitaev et al., arXiv 2001.04451).
 
-    The settings are those of Long-Range Arena: queries and keys are shared, and the output is not projected. Each head
-    sorts the tokens by hash bucket and then by position, with padding last, and splits them into chunks. A token
-    attends to its own chunk and to the previous chunk. Tokens of the first chunk attend to the last chunk instead of a
-    previous chunk. A token attends to itself only if these two chunks contain no other real token.
+    As in Long-Range Arena, queries and keys are shared, and the output is not projected. Each head sorts the tokens by
+    hash bucket and then by position, puts padding last, and splits the result into chunks. A token attends to its own
+    chunk and to the previous one. For the first chunk, the last chunk takes the place of the previous one. A token
+    attends to itself only if the two chunks contain no other real token.
 
     Args:
         channels: Number of channels, C.
@@ -191,7 +191,7 @@ class ReformerAttention(nn.Module):
         order = self.sort(qk, real)[..., None].expand_as(qk)
         qk, v = (self.chunks(t.gather(2, order)) for t in (qk, v))
         parts = (qk, self.with_chunk_before(qk), self.with_chunk_before(v), self.bias(real).to(qk.dtype))
-        # Torch's attention treats each chunk as a separate sequence of the batch.
+        # Each chunk becomes a separate sequence in the batch for torch's attention.
         queries, keys, values, bias = (t.flatten(0, 1) for t in parts)
         y = F.scaled_dot_product_attention(queries, keys, values, attn_mask=bias)
         y = y.unflatten(0, (-1, self.num_chunks)).transpose(1, 2).flatten(2, 3)
@@ -199,23 +199,23 @@ class ReformerAttention(nn.Module):
 
     @torch.no_grad()
     def sort(self, qk: Tensor, real: Tensor) -> Tensor:
-        """Returns the positions of the tokens after sorting by bucket, ``B x K x T``."""
+        """Returns the token positions after sorting by bucket, with shape ``B x K x T``."""
         rotated = qk.float() @ self.rotation.float()
         bucket = torch.cat((rotated, -rotated), -1).argmax(-1)
         return bucket.masked_fill(~real[:, None], self.num_buckets).argsort(dim=-1, stable=True)
 
     def chunks(self, x: Tensor) -> Tensor:
-        """Splits ``B x K x T x c`` into n chunks of S tokens, ``B x n x K x S x c``."""
+        """Splits a tensor ``B x K x T x c`` into n chunks of S tokens, giving ``B x n x K x S x c``."""
         return x.unflatten(2, (self.num_chunks, self.chunk_size)).transpose(1, 2)
 
     def with_chunk_before(self, chunks: Tensor) -> Tensor:
-        """Appends the previous chunk to each chunk, ``B x n x K x 2S x c``. Returns a single chunk unchanged."""
+        """Appends the previous chunk to each chunk, giving ``B x n x K x 2S x c``. A single chunk is unchanged."""
         return torch.cat((chunks, chunks.roll(1, 1)), 3) if self.num_chunks > 1 else chunks
 
     def bias(self, real: Tensor) -> Tensor:
-        """Returns the bias that is added to the attention scores, ``B x n x 1 x S x 2S``.
+        """Returns the bias for the attention scores, with shape ``B x n x 1 x S x 2S``.
 
-        The bias does not depend on the head, because padding stays at the end of the sorted tokens in all heads.
+        The bias is the same for all heads, because every head sorts the padding to the end.
         """
         padding = torch.zeros(real.shape, device=real.device).masked_fill(~real, -math.inf)
         padding = self.with_chunk_before(self.chunks(padding[:, None, :, None])).mT.repeat(1, 1, 1, self.chunk_size, 1)
@@ -232,7 +232,7 @@ def merge_heads(x: Tensor) -> Tensor:
 
 
 def pad_tokens(x: Tensor, tokens: int) -> Tensor:
-    """Pads ``... x T x c`` with zeros, or False, to the given number of tokens."""
+    """Pads a tensor ``... x T x c`` with zeros or False to the given number of tokens."""
     if x.shape[-2] > tokens:
         raise ValueError(f'The sequences have {x.shape[-2]} tokens, but max_tokens allows at most {tokens}.')
     return F.pad(x, (0, 0, 0, tokens - x.shape[-2]))

@@ -19,7 +19,7 @@ from .listops import DIGITS, PADDING, VOCABULARY_SIZE
 
 @MODELS.register_module()
 class SequencePreprocessor(BaseDataPreprocessor):
-    """Preprocessor that pads ``tokens`` to ``max_length``, and adds ``lengths``, the numbers of real tokens."""
+    """Preprocessor that pads ``tokens`` to ``max_length`` and stores the numbers of real tokens in ``lengths``."""
 
     def __init__(self, max_length: int) -> None:
         super().__init__()
@@ -32,7 +32,7 @@ class SequencePreprocessor(BaseDataPreprocessor):
         tokens = torch.full((len(lengths), self.max_length), PADDING)
         for row, sequence, length in zip(tokens, data['tokens'], lengths, strict=True):
             row[:length] = torch.as_tensor(sequence)
-        batch = dict(tokens=tokens.to(self.device), lengths=lengths)  # norms read the lengths on the CPU
+        batch = dict(tokens=tokens.to(self.device), lengths=lengths)  # lengths stay on the CPU, where norms read them
         if 'gt_label' in data:
             batch['gt_label'] = torch.as_tensor(data['gt_label']).to(self.device)
         return batch
@@ -40,7 +40,7 @@ class SequencePreprocessor(BaseDataPreprocessor):
 
 @MODELS.register_module()
 class SequenceClassifier(BaseModel):
-    """Pre-norm transformer that classifies sequences by the output of a class token.
+    """Pre-norm transformer that classifies sequences with a class token.
 
     The class token precedes the tokens of the sequence.
 
@@ -49,7 +49,7 @@ class SequenceClassifier(BaseModel):
             ``'ReformerAttention'``.
         norm_cfg: Config of the norms in the encoder layers. The final norm is always LayerNorm.
         max_length: Maximum number of tokens in a sequence, not counting the class token.
-        vocabulary_size: Number of embeddings, including the ones for padding and for unknown tokens.
+        vocabulary_size: Number of embeddings, including those for padding and unknown tokens.
         num_classes: Number of classes.
         width: Number of channels.
         depth: Number of encoder layers.
@@ -57,7 +57,7 @@ class SequenceClassifier(BaseModel):
         mlp: Number of hidden channels in each MLP and in the classifier.
         dropout: Dropout rate of the embedding, of the attention output, and of both layers of each MLP.
         pool_size: Number of tokens that DTN averages into one cell.
-        eps: Constant in the denominator of all norms, unless ``norm_cfg`` sets its own.
+        eps: Constant in the denominator of all norms, unless ``norm_cfg`` sets ``eps``.
         masked: Whether the norms exclude padding from their statistics.
     """
 
@@ -146,7 +146,7 @@ class SequenceClassifier(BaseModel):
 
 
 class EncoderLayer(nn.Module):
-    """Pre-norm encoder layer with attention and an MLP, each with a residual connection."""
+    """Pre-norm encoder layer in which attention and MLP each have a residual connection."""
 
     def __init__(
         self, attention: dict[str, Any], norms: Sequence[nn.Module], width: int, mlp: int, dropout: float
@@ -175,7 +175,7 @@ class EncoderLayer(nn.Module):
 
 
 def sinusoids(places: int, channels: int) -> Tensor:
-    """Returns sinusoidal position embeddings, ``places x channels``. Even channels are sines, odd channels cosines."""
+    """Returns ``places x channels`` sinusoidal embeddings. Even channels are sines, and odd channels are cosines."""
     frequency = 10_000.0 ** (-torch.arange(0, channels, 2, dtype=torch.float64) / channels)
     angle = torch.arange(places)[:, None] * frequency
     return torch.stack((angle.sin(), angle.cos()), -1).flatten(1)[:, :channels].float()

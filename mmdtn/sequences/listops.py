@@ -17,7 +17,7 @@ from mmdtn.files import whole_file
 
 
 def median(values: Sequence[int]) -> int:
-    """Returns the median. For an even number of values, the mean of the two middle values is rounded down."""
+    """Returns the median. For an even number of values, rounds down the mean of the two middle values."""
     ordered = sorted(values)
     return (ordered[(len(ordered) - 1) // 2] + ordered[len(ordered) // 2]) // 2
 
@@ -52,7 +52,7 @@ LRA = Limits()
 
 
 def draw(rng: Random, limits: Limits = LRA) -> list[str]:
-    """Draws one random expression of any length, and returns the list of its words."""
+    """Returns a random expression of any length as a list of words."""
     words: list[str] = []
     _draw(rng, 1, limits.max_depth, limits.max_args, words)
     return words
@@ -116,9 +116,9 @@ def encode(words: Sequence[str]) -> np.ndarray:
 
 
 def write_tsv(path: str | Path, expressions: Iterable[Sequence[str]]) -> None:
-    """Writes expressions and their values to a TSV file, without the parentheses of LRA's files.
+    """Writes expressions and their values to a TSV file, omitting the parentheses found in LRA's files.
 
-    If writing fails, no partial file remains.
+    If writing fails, no partial file is left behind.
     """
     with whole_file(path) as file:
         file.write('\t'.join(HEADER).encode() + b'\n')
@@ -149,7 +149,7 @@ def read_tsv(path: str | Path) -> Iterator[tuple[list[str], int]]:
 class ListOps(BaseDataset):
     """Dataset of ListOps expressions in a TSV file from LRA or from ``tools/dataset_converters/make_listops.py``.
 
-    Each sample has the token ids of an expression as ``tokens``, and the value of the expression as ``gt_label``.
+    In each sample, ``tokens`` contains the token ids of an expression, and ``gt_label`` is its value.
 
     Example:
         dataset = dict(type='ListOps', data_root='data/listops', ann_file='basic_train.tsv')

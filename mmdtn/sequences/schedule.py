@@ -8,10 +8,10 @@ from mmengine.registry import PARAM_SCHEDULERS
 
 @PARAM_SCHEDULERS.register_module()
 class WarmupInverseSqrtLR(_ParamScheduler):
-    """Scheduler with a linear warm-up and an inverse square root decay of the learning rate.
+    """Scheduler with linear warm-up and inverse-square-root decay of the learning rate.
 
-    The learning rate after t steps is ``lr * min(1, t / warmup) / sqrt(max(t, warmup))``. ``lr`` is the learning rate
-    of the optimizer. As in Long-Range Arena, the first step has t = 0 and a learning rate of 0.
+    The learning rate after t steps is ``lr * min(1, t / warmup) / sqrt(max(t, warmup))``. In this formula, ``lr`` is
+    the optimizer's learning rate. As in Long-Range Arena, the first step has t = 0 and therefore a learning rate of 0.
 
     Example:
         param_scheduler = [dict(type='WarmupInverseSqrtLR', warmup=1000, by_epoch=False)]

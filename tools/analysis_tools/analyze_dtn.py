@@ -1,9 +1,9 @@
 """Writes a report on the DTN layers of a trained model: python tools/analysis_tools/analyze_dtn.py CONFIG CHECKPOINT \
 --images DIR|ANNOTATIONS|SPLIT --out DIR
 
-The tool writes each figure as a PNG file and its values as a CSV file. report.html shows all figures and explains how
-to read them. The model is a backbone of this package, with DTN or LayerNorm, or a ConvertedBackbone. The backbone can
-also be part of a classifier or a detector.
+The tool writes each figure as a PNG file and its values as a CSV file. The file report.html shows all figures and
+explains how to read them. The model is either a backbone of this package, with DTN or LayerNorm, or a
+ConvertedBackbone. A classifier or detector with such a backbone is also accepted.
 """
 
 import argparse

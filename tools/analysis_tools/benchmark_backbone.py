@@ -1,7 +1,7 @@
 """Compares the speed and memory of backbones with DTN, with LayerNorm, and from other packages.
 
-The models of a family take turns in each round, so that their ratios are reliable. Times and ratios are medians over
-the rounds. The option --count computes launches and memory traffic as on a GPU, but needs no GPU.
+In each round, the models of a family take turns, so that their ratios are reliable. Times and ratios are medians over
+all rounds. With --count, the tool computes a GPU's kernel launches and memory traffic, but needs no GPU.
 
 Example:
     python tools/analysis_tools/benchmark_backbone.py --models pvt swin vit --repeats 5 --only 224
@@ -33,7 +33,7 @@ from mmdtn.surgery.fusion import fuse
 LN = dict(type='LN')
 BN = dict(norm_cfg=dict(type='BN'), other_norm_cfg=dict(type='BN'))
 DTN_HEADS = dict(base='tiny', num_heads=(4, 4, 5, 8))
-# For each family: the name of a model, the model, and the name of the model it is compared with.
+# Each family lists model names, models, and the name of the model with which each is compared.
 FAMILIES: dict[str, dict[str, tuple[Callable[[], nn.Module], str | None]]] = {
     'pvt': {
         'PVT-Tiny LN, heads 4 4 5 8': (lambda: PVTDTN(DTN_HEADS, norm_cfg=LN), None),
@@ -57,7 +57,7 @@ FAMILIES: dict[str, dict[str, tuple[Callable[[], nn.Module], str | None]]] = {
         ),
         'ViT-S LN': (lambda: ViTDTN('s', norm_cfg=LN), "timm's ViT-S"),
     },
-    # These models are in evaluation mode, because batch norms are affine only in this mode.
+    # These models use evaluation mode, because batch norms are affine only in this mode.
     'fused': {
         'PVT-Tiny LN': (lambda: PVTDTN('tiny', norm_cfg=LN).eval(), None),
         'PVT-Tiny BN': (lambda: PVTDTN('tiny', **BN).eval(), 'PVT-Tiny LN'),
@@ -72,7 +72,7 @@ INPUTS = {'224': (8, 3, 224, 224), '800': (1, 3, 800, 1344)}
 
 
 def train_step(model: nn.Module, x: Tensor) -> int:
-    """Runs one forward and backward pass, and returns the bytes saved for the backward pass."""
+    """Runs a forward and a backward pass, and returns the number of bytes saved for the backward pass."""
     with SavedBytes(model) as saved:
         loss = sum(m.mean() for m in model(x))
     loss.backward()
@@ -118,7 +118,7 @@ def line(name: str, values: dict[str, float], formats: dict[str, str]) -> str:
 
 
 def count(families: list[str], shape: tuple[int, ...]) -> None:
-    if os.environ.get('TRITON_INTERPRET') != '1':  # Triton reads this when it defines kernels, so restart with it set
+    if os.environ.get('TRITON_INTERPRET') != '1':  # Triton reads this when defining kernels, so a restart is needed
         environment = dict(os.environ, TRITON_INTERPRET='1')
         sys.exit(subprocess.run([sys.executable, *sys.argv], env=environment).returncode)
     print(f'forward, {" x ".join(map(str, shape))}, float32')
@@ -133,7 +133,7 @@ def run(args: argparse.Namespace) -> None:
         count(args.models, INPUTS[args.only or '224'])
         return
     torch.manual_seed(0)
-    keep_freed_memory()  # as in tools/train.py; otherwise memory allocation dominates the ratios
+    keep_freed_memory()  # as in tools/train.py; without it, memory allocation dominates the ratios
     print(f'torch {torch.__version__}, {torch.get_num_threads()} threads, float32')
     for family, key in itertools.product(args.models, [args.only] if args.only else INPUTS):
         shape = INPUTS[key]

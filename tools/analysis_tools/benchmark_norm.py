@@ -1,6 +1,6 @@
-"""Compares the time of the DTN layer with LayerNorm, and measures the cost of its GPU kernels.
+"""Compares the time of the DTN layer with that of LayerNorm, and measures the cost of its GPU kernels.
 
-Times are medians. All measurements run in one process, so that ratios are reliable even if other processes use the
+Times are medians. All measurements run in one process, so that ratios are reliable while other processes use the
 machine. The following options need no GPU:
 
 --host   measures the host time of a layer, in seconds
@@ -24,14 +24,14 @@ from mmdtn.engine.cpu import keep_freed_memory
 from mmdtn.errors import readable_errors
 from mmdtn.ops import Settings
 
-# Layers whose minimum times are computed, as (batch size, channels, heads, height, width, pool size).
+# The tool computes minimum times for these layers: (batch size, channels, heads, height, width, pool size).
 TABLE = [(128, 432, 9, 14, 14, 1), (128, 64, 4, 56, 56, 4), (2, 64, 4, 200, 336, 4), (2, 320, 5, 50, 84, 1)]
-# The ratio of counted bytes to the input hardly depends on the size, so small grids are enough.
+# Small grids are enough, because the ratio of counted bytes to input bytes hardly depends on the size.
 COUNTED = [(1, 64, 4, 24, 24, 4), (1, 64, 1, 17, 32, 1), (2, 432, 9, 14, 14, 1)]
 
 
 def count() -> None:
-    if os.environ.get('TRITON_INTERPRET') != '1':  # Triton reads this when it defines kernels, so restart with it set
+    if os.environ.get('TRITON_INTERPRET') != '1':  # Triton reads this when defining kernels, so a restart is needed
         environment = dict(os.environ, TRITON_INTERPRET='1')
         sys.exit(subprocess.run([sys.executable, *sys.argv], env=environment).returncode)
     from mmdtn.benchmarks.traffic import Traffic, count_dtn, count_layernorm, count_residual
@@ -79,7 +79,7 @@ def run(args: argparse.Namespace) -> None:
             run()
             return
     torch.manual_seed(0)
-    keep_freed_memory()  # as in tools/train.py; otherwise memory allocation dominates the ratios
+    keep_freed_memory()  # as in tools/train.py; without it, memory allocation dominates the ratios
     where = torch.cuda.get_device_name() if DEVICE == 'cuda' else f'{torch.get_num_threads()} threads'
     print(f'torch {torch.__version__}, {where}, {args.dtype}')
     results = []

@@ -1,6 +1,6 @@
-"""Shows the images that a config trains on, after its pipeline.
+"""Shows the training images of a config after its pipeline has processed them.
 
-MMDetection's visualizer draws the boxes and masks of detection datasets, and MMPretrain's visualizer the labels of
+MMDetection's visualizer draws the boxes and masks of detection datasets. MMPretrain's visualizer draws the labels of
 classification datasets.
 
 Example:
@@ -22,11 +22,11 @@ from mmdtn.models import read_config
 from mmdtn.registry import package_of
 from mmdtn.reports.enlarge import enlarge
 
-SMALLEST = 480  # pixels of the longer side; smaller images are enlarged, so that labels are readable
+SMALLEST = 480  # longer side in pixels; smaller images are enlarged to keep labels readable
 
 
 def browse(cfg: Config, split: str, out: Path, number: int) -> list[Path]:
-    """Draws images that are spread evenly over the dataset, and returns the written files."""
+    """Draws images spread evenly over the dataset, and returns the files written."""
     if not cfg.get(f'{split}_dataloader'):
         raise UserError(f'the config has no {split}_dataloader.')
     set_random_seed(cfg.get('randomness', {}).get('seed') or 0)

@@ -1,8 +1,7 @@
-"""Shows validation images by the first exit of a cascade that classifies them correctly.
+"""Groups validation images by the first exit of a cascade that classifies them correctly.
 
-The figure has a row for each exit. A row shows validation images that this exit classifies correctly and all earlier
-exits do not, with the most confident images of each class. The first row has easy images, and the last row has images
-that need all exits.
+The figure has a row for each exit. For each class, a row contains the most confident images that its exit classifies
+correctly and no earlier exit does. The first row has easy images, and the last row has images that need all exits.
 
 Example:
     python tools/analysis_tools/browse_exits.py CONFIG CHECKPOINT --out exits.png
@@ -26,9 +25,9 @@ from mmdtn.reports.figures import COLUMNS
 
 
 def first_right(found: Answers, labels: list[int], number: int) -> list[int]:
-    """Returns the images that exit ``number``, counted from 0, classifies correctly and all earlier exits do not.
+    """Returns the images that exit ``number``, counted from 0, classifies correctly and no earlier exit does.
 
-    The most confident image of each class comes first, then the second of each class, and so on.
+    The most confident images of all classes come first, then the second most confident images, and so on.
     """
     chosen = found.hit[number] & ~found.hit[:number].any(0)
     surest = [i for i in found.conf[number].argsort(descending=True, stable=True).tolist() if chosen[i]]

@@ -1,7 +1,7 @@
 """Compares the learning curves of several runs in a plot and a table.
 
-A RUN is a work directory, or a scalars.json or TIMESTAMP.json of MMEngine. Runs of the same config with different seeds
-form one curve: their mean, with a band of one standard deviation to each side.
+A RUN is a work directory, or one of MMEngine's files scalars.json and TIMESTAMP.json. Runs of the same config with
+different seeds form one curve, which shows their mean with a band of one standard deviation on each side.
 
 Example:
     python tools/analysis_tools/compare_runs.py RUN RUN --out DIR
@@ -18,11 +18,11 @@ from mmdtn.reports import figures
 from mmdtn.reports.report import DPI, write_csv
 
 METRICS = ('loss', 'coco/bbox_mAP', 'coco/segm_mAP', 'accuracy/top1')
-LOWER_IS_BETTER = ('loss', 'error')  # parts of the names of such metrics
+LOWER_IS_BETTER = ('loss', 'error')  # metrics with these words in their names
 
 
 def config_name(source: Path) -> str:
-    """Returns the name of the config that MMEngine saved in the work directory, or the name of the directory."""
+    """Returns the name of the config saved by MMEngine in the work directory, or else the directory's name."""
     folder = source.resolve()
     if not folder.is_dir():
         folder = folder.parents[2] if folder.parent.name == 'vis_data' else folder.parent
@@ -33,8 +33,8 @@ def config_name(source: Path) -> str:
 def summary(groups: dict[str, list[Curves]], metrics: list[str]) -> list[list[str]]:
     """Returns a table row for each config and metric.
 
-    Each row contains the number of runs, the last step that all runs have reached, and the values at this step and at
-    the best step.
+    Each row contains the number of runs, the last step that all runs have reached, and the values at the last and the
+    best step.
     """
     rows = []
     for name, runs in groups.items():

@@ -1,9 +1,9 @@
 """Prints how `mmdtn.convert_norms` converts models of timm, MMDetection and MMPretrain.
 
-The models have random weights. With both lambdas at 1, the tool measures the largest difference between the outputs of
-the original and the converted model, relative to the largest output. The tool measures this difference at the example
-size and at a size that the conversion has not used. The change is the relative change of all outputs with both lambdas
-at 0.999. Without arguments, the tool converts all models listed in docs/convert.md, which takes minutes.
+The models have random weights. With both lambdas at 1, the tool compares the outputs of the original and the converted
+model. It measures the largest difference, relative to the largest output, at the example size and at a size that the
+conversion has not used. The relative change of all outputs is measured with both lambdas at 0.999. Without arguments,
+the tool converts all models listed in docs/convert.md, which takes minutes.
 
 Example:
     python tools/analysis_tools/convertible_models.py
@@ -49,7 +49,7 @@ MM = {
 
 
 def build(name: str) -> tuple[nn.Module, tuple[int, int]]:
-    """Builds a model with weights that make differences visible, and returns it with its image size."""
+    """Builds a model whose weights make differences visible, and returns the model and its image size."""
     torch.manual_seed(0)
     if name.endswith('.py'):
         model, size = models.build_backbone(models.read_config(name)), (224, 224)
@@ -67,7 +67,7 @@ def build(name: str) -> tuple[nn.Module, tuple[int, int]]:
 
 
 def difference(model: nn.Module, converted: nn.Module, size: tuple[int, int], of_all: bool = False) -> float:
-    """Returns the largest relative difference of the outputs. ``of_all`` compares the L2 norms of whole outputs."""
+    """Returns the largest relative difference between outputs. With ``of_all``, differences are L2 norms."""
     images = torch.randn(2, 3, *size, generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         outputs, new = ([v for v in tree_leaves(m(images)) if isinstance(v, Tensor)] for m in (model, converted))
@@ -76,9 +76,9 @@ def difference(model: nn.Module, converted: nn.Module, size: tuple[int, int], of
 
 
 def measure(model: nn.Module, size: tuple[int, int]) -> tuple[ConversionReport, list[float]]:
-    """Converts a copy of the model, and returns the report and the measured numbers.
+    """Converts a copy of the model, and returns the conversion report and the measurements.
 
-    The numbers are the difference at the example size, the difference at another size if the model takes other sizes,
+    The measurements are the difference at the example size, the difference at another size if the model accepts one,
     and the change of all outputs.
     """
     converted = copy.deepcopy(model)
@@ -88,7 +88,7 @@ def measure(model: nn.Module, size: tuple[int, int]) -> tuple[ConversionReport, 
     numbers = [difference(model, converted, size)]
     if len(report.sizes) > 1:
         height, width = size
-        strict = report.sizes[1] == (height, 2 * width)  # the model takes multiples of the example size only
+        strict = report.sizes[1] == (height, 2 * width)  # the model accepts only multiples of the example size
         numbers.append(difference(model, converted, (height, 3 * width) if strict else (height - 64, width + 64)))
     with torch.no_grad():
         for layer in converted.modules():
@@ -98,7 +98,7 @@ def measure(model: nn.Module, size: tuple[int, int]) -> tuple[ConversionReport, 
 
 
 def grids(report: ConversionReport) -> str:
-    """Lists the token grids, grouped by form and by the number of tokens in front of them."""
+    """Lists the token grids, grouped by form and by the number of tokens that precede them."""
     found: dict[tuple[str, int], list[str]] = {}
     for norm in report.converted.values():
         of_form = found.setdefault((norm.layout.form, norm.layout.prefix), [])
@@ -109,7 +109,7 @@ def grids(report: ConversionReport) -> str:
 
 
 def reasons(report: ConversionReport) -> str:
-    """Counts the norms that are not converted, grouped by reason."""
+    """Counts the norms that were not converted, grouped by reason."""
     short = {
         'not in a residual block': 'no block',
         'in the batch dimension': 'windows in the batch',

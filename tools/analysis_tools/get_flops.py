@@ -1,8 +1,7 @@
 """Prints FLOPs and parameters of the model in a config: python tools/analysis_tools/get_flops.py CONFIG --shape 224 224
 
-The tool counts the whole model, like the tools of MMDetection and MMPretrain. For a detector, the tool also
-counts the backbone separately. For a cascade, the tool also prints the FLOPs up to each exit. One FLOP is one
-multiply-add, as in the papers.
+Like the tools of MMDetection and MMPretrain, the tool counts the whole model. In addition, it counts the backbone of a
+detector separately, and prints the FLOPs up to each exit of a cascade. As in the papers, one FLOP is one multiply-add.
 """
 
 import argparse
@@ -19,11 +18,11 @@ from mmdtn.errors import UserError, first_line, readable_errors
 from mmdtn.models import build, build_backbone, read_config
 from mmdtn.registry import class_of, package_of
 
-WHOLE = ('mmdet', 'mmpretrain')  # packages whose models accept a batch of images as a tensor
+WHOLE = ('mmdet', 'mmpretrain')  # packages whose models accept a tensor of images
 
 
 def counted(cfg: Config) -> nn.Module:
-    """Builds the model without pretrained weights, or only the backbone for packages that are not in ``WHOLE``."""
+    """Builds the model without pretrained weights. For packages outside ``WHOLE``, builds only the backbone."""
     return build(cfg) if is_whole(cfg) else build_backbone(cfg)
 
 
@@ -33,7 +32,7 @@ def is_whole(cfg: Config) -> bool:
 
 
 def count_parts(model: nn.Module, shape: tuple[int, int]) -> dict[str, int]:
-    """Returns the FLOPs of each module by name. The name of the whole model is ``''``."""
+    """Returns the FLOPs of each module by name. The whole model has the name ``''``."""
     images, more = torch.zeros(1, 3, *shape), ()
     if package_of(type(model)) == 'mmdet':
         from mmdet.structures import DetDataSample
@@ -76,7 +75,7 @@ def show(config: str, height: int, width: int, changes: dict[str, Any] | None = 
     model = counted(cfg)
     try:
         flops = count_parts(model, (height, width))
-    except RuntimeError as error:  # for example, if a detector selects more boxes than a small image has
+    except RuntimeError as error:  # for example, a detector selects more boxes than a small image has
         raise UserError(
             f'The model of {config} cannot run on an image of {height} x {width}: {first_line(error)}. Choose a larger '
             '--shape, such as --shape 800 1344.'

@@ -1,9 +1,9 @@
 """Classifies test images by their k nearest neighbours among the training images.
 
-The features are the output of the backbone, or of the neck if the model has one. The output is one vector per image, or
-a map, which is averaged. The config may be any config of MMPretrain or one of configs/dino, whose teacher is evaluated.
-Both sets of images use the transforms of the test set. To use several processes, run the tool with torchrun
---nproc_per_node N and --launcher pytorch.
+The features are the output of the neck, or of the backbone if the model has no neck. The output is either one vector
+per image or a map, which is averaged. The tool accepts any config of MMPretrain or configs/dino. For DINO, the teacher
+is evaluated. Training and test images use the transforms of the test set. To use several processes, run the tool with
+torchrun --nproc_per_node N and --launcher pytorch.
 
 Example:
     python tools/analysis_tools/knn.py CONFIG CHECKPOINT --k 10 20 100 200
@@ -51,7 +51,7 @@ def configure(args: argparse.Namespace) -> Config:
             f'{args.data or args.config} has no training or no test data. Name a config that has both with --data.'
         )
     pipeline = innermost(queries.dataset).pipeline
-    # Without dataset wrappers, each training image occurs once.
+    # Without dataset wrappers, each training image occurs exactly once.
     images = dict(innermost(data.train_dataloader.dataset), pipeline=pipeline, test_mode=True)
     loader = dict(
         batch_size=args.batch_size,
@@ -77,7 +77,7 @@ def configure(args: argparse.Namespace) -> Config:
 
 
 def innermost(dataset: Any) -> Any:
-    """Returns the config of the innermost dataset of nested dataset wrappers, which contains the pipeline."""
+    """Returns the config of the dataset inside all wrappers, which contains the pipeline."""
     while 'dataset' in dataset:
         dataset = dataset.dataset
     return dataset

@@ -1,8 +1,8 @@
 """Tests a classifier or a detector on corrupted images.
 
-Each combination of a corruption and a severity is called a cell. The file cells.json in --out is written after each
-cell, and running the tool again measures the missing cells. At the end the tool writes robustness.csv, summary.json and
-robustness.png, and examples.png with some corrupted images. Use --stored DIR to test on the images of ImageNet-C.
+Each combination of a corruption and a severity is called a cell. The tool updates cells.json in --out after each cell,
+and measures only the missing cells when run again. At the end, it writes robustness.csv, summary.json, robustness.png,
+and examples.png with some corrupted images. Use --stored DIR to test on the images of ImageNet-C.
 
 Example:
     python tools/analysis_tools/test_robustness.py CONFIG CHECKPOINT --out DIR
@@ -89,7 +89,7 @@ def renditions_cell(args: argparse.Namespace) -> str:
 
 
 def missing(args: argparse.Namespace, cells: Cells) -> Iterator[tuple[str, Any]]:
-    """Yields the name of each missing cell, and a function that measures it with a CellTester."""
+    """Yields the name of each missing cell and a function that measures the cell with a CellTester."""
     if CLEAN not in cells:
         yield CLEAN, lambda subject: subject.clean()
     if args.renditions and renditions_cell(args) not in cells:
@@ -138,7 +138,7 @@ def errors_of(accuracies: dict[str, list[float]]) -> dict[str, list[float]]:
 def summarize(
     args: argparse.Namespace, cells: Cells, names: tuple[str, ...], severities: list[int]
 ) -> dict[str, float]:
-    """Returns the errors of a classifier in percent, or P, mPC and rPC of a detector for boxes and masks."""
+    """Returns a classifier's errors in percent, or a detector's P, mPC and rPC for boxes and masks."""
     if ACCURACY in cells[CLEAN]:
         errors = errors_of(by_corruption(cells, names, severities, ACCURACY))
         found = dict(clean_error=100 - cells[CLEAN][ACCURACY], mean_error=100 * mean_error(errors))
@@ -190,7 +190,7 @@ def draw_examples(args: argparse.Namespace, names: tuple[str, ...]) -> None:
 
 
 def example(args: argparse.Namespace) -> str | None:
-    """Returns the path of the first image in the test set."""
+    """Returns the path to the first image of the test set."""
     from mmengine.registry import DATASETS
 
     dataset = DATASETS.build(dict(load_config(args).test_dataloader.dataset, pipeline=[]))

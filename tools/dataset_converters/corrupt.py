@@ -1,8 +1,8 @@
 """Writes corrupted copies of a folder of images.
 
-The folders DST/CORRUPTION/SEVERITY repeat the folders of SRC, as in ImageNet-C. The copies need up to 75 times the
-space of SRC. The tool prints the expected size before it writes anything. Running the tool again writes the missing
-images.
+As in ImageNet-C, each folder DST/CORRUPTION/SEVERITY has the same subfolders as SRC. The copies need up to 75 times as
+much space as SRC. The tool prints the expected size before it writes anything. If the tool is run again, it writes only
+missing images.
 
 Example:
     python tools/dataset_converters/corrupt.py SRC DST
@@ -24,7 +24,7 @@ from mmdtn.files import write_whole
 
 QUALITY = 85  # JPEG quality, as in ImageNet-C
 ENDINGS = ('.jpg', '.jpeg', '.png')
-SAMPLED = 8  # number of images from which the size is estimated
+SAMPLED = 8  # number of images used to estimate the size
 
 
 def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -58,12 +58,12 @@ def encode(rgb: np.ndarray, like: Path) -> bytes:
 
 
 def corrupted(rgb: np.ndarray, name: str, severity: int, source: Path) -> np.ndarray:
-    loaded = dict(img=rgb[..., ::-1], img_path=str(source))  # the format in which MM loads images
+    loaded = dict(img=rgb[..., ::-1], img_path=str(source))  # the format of MM's image loaders
     return Corruption(name, severity)(loaded)['img'][..., ::-1]
 
 
 def write(job: tuple[Path, list[tuple[str, int, Path]]]) -> int:
-    """Writes all missing copies of one image, and returns their number."""
+    """Writes all missing copies of an image, and returns the number of new files."""
     source, targets = job
     todo = [target for target in targets if not target[2].exists()]
     if not todo:

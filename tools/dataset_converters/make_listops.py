@@ -1,8 +1,8 @@
 """Generates the ListOps data of Long-Range Arena (LRA): python tools/dataset_converters/make_listops.py [DIRECTORY]
 
 The tool writes basic_train.tsv, basic_val.tsv and basic_test.tsv. If DIRECTORY already contains these files, for
-example the files of LRA, the tool does not change the files. The tool checks the value of every expression, and prints
-a summary of each file.
+example LRA's own, the tool leaves them unchanged. The tool checks the value of every expression, and prints a summary
+of each file.
 """
 
 import argparse

@@ -1,7 +1,7 @@
 """Generates the dataset of the demo and the tests.
 
-The dataset has COCO's format, for detection and instance segmentation. With --classification, the images are in class
-folders, as MMPretrain reads them.
+The dataset uses COCO's format for detection and instance segmentation. With --classification, the images are stored in
+class folders, which MMPretrain reads.
 
 Example:
     python tools/dataset_converters/make_shapes.py DIRECTORY

@@ -1,8 +1,8 @@
-"""Exports a model as ONNX, or as an exported program of torch.
+"""Exports a model as an ONNX file or as an exported program of torch.
 
 Classifiers of MMPretrain return scores. RetinaNet, Faster R-CNN and Mask R-CNN return boxes, scores, labels and masks
-after non-maximum suppression. The script predict.py is written next to the file, and runs it without torch. See
-docs/deployment.md.
+after non-maximum suppression. The tool also writes a script predict.py next to the file, which runs the model without
+torch. See docs/deployment.md.
 
 Example:
     python tools/deployment/export.py CONFIG CHECKPOINT --out MODEL.onnx

@@ -1,6 +1,6 @@
-"""Converts a published checkpoint to a checkpoint of this package. Optionally replaces LayerNorm by DTN.
+"""Converts a published checkpoint to one of this package, optionally replacing LayerNorm with DTN.
 
-The result can be loaded by init_cfg=dict(type='Pretrained', checkpoint=..., prefix='backbone.'), by load_from, and by
+To load the result, use init_cfg=dict(type='Pretrained', checkpoint=..., prefix='backbone.'), load_from, or
 tools/test.py.
 
 Example:
@@ -66,7 +66,7 @@ def from_config(path: str) -> Config:
 
 
 def from_arch(args: argparse.Namespace, state: State, told: dict[str, Any]) -> Config:
-    """Returns a config of the backbone that computes the same as the model of the checkpoint."""
+    """Returns a backbone config that computes the same outputs as the model in the checkpoint."""
     theirs = split(state)[0]
     file = recognise(theirs, args.format)
     kind = FORMATS[file]
@@ -93,7 +93,7 @@ def from_arch(args: argparse.Namespace, state: State, told: dict[str, Any]) -> C
         if kind.backbone == 'PVTDTN':
             arch |= dict(norm_heads=DTN_HEADS)
         elif kind.backbone in ('ViTDTN', 'T2TViTDTN'):
-            options.setdefault('cls_from', 0)  # the class token joins before the first block, as in the file
+            options.setdefault('cls_from', 0)  # as in the file, the class token joins before the first block
     return Config(dict(model=dict(type=kind.backbone, arch=arch, **options)))
 
 

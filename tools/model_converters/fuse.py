@@ -1,8 +1,8 @@
-"""Folds norms that are affine in evaluation mode into neighbouring layers of a trained model.
+"""Folds norms that are affine in evaluation mode into the neighbouring layers of a trained model.
 
-The tool writes FUSED.pth, and the config FUSED.py, which builds the fused model. All tools accept this pair of files.
-The tool prints for each norm of the backbone which layer it was folded into, or why it remains, and compares both
-models on random images.
+The tool writes FUSED.pth and the config FUSED.py, which builds the fused model. All tools accept this pair of files.
+For each norm of the backbone, the tool prints the layer into which the norm was folded, or the reason why the norm
+remains. The tool also compares both models on random images.
 
 Example:
     python tools/model_converters/fuse.py CONFIG CHECKPOINT --out FUSED.pth
@@ -33,7 +33,7 @@ from mmdtn.surgery.fusion import FusedNorm, fuse
 def convert(config: str, checkpoint: str, out: Path) -> tuple[nn.Module, nn.Module, list[FusedNorm], int]:
     """Writes the fused model and its config.
 
-    Returns the model, the fused model, the outcome for each norm, and the number of input channels.
+    Returns the original model, the fused model, the outcome for each norm, and the number of input channels.
     """
     for file in (out, out.with_suffix('.py')):
         if file.resolve() in (Path(config).resolve(), Path(checkpoint).resolve()):
@@ -67,7 +67,7 @@ def show(outcomes: Sequence[FusedNorm]) -> None:
 
 
 def run(model: Any, x: Tensor) -> Sequence[Tensor]:
-    """Returns the features of a backbone or of a detector's neck, or the scores of a classifier."""
+    """Returns the features of a backbone or of a detector's neck, or a classifier's scores."""
     if package_of(type(model)) == 'mmpretrain':
         return [model(x, mode='tensor')]
     return model(x) if isinstance(model, Backbone) else model.extract_feat(x)

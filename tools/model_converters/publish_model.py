@@ -1,7 +1,8 @@
 """Prepares a checkpoint for publication.
 
-The tool keeps the weights, and the meta data with the config. The states of optimizer, schedules and logs are removed.
-The first eight digits of the file's SHA-256 are added to its name, as torch.hub and the model zoos of MM expect.
+The tool keeps the weights and the metadata, which includes the config. It removes the states of optimizer, schedules
+and logs. The first eight digits of the file's SHA-256 are added to its name, as expected by torch.hub and the model
+zoos of MM.
 
 Example:
     python tools/model_converters/publish_model.py EPOCH.pth OUT.pth  # writes OUT-1a2b3c4d.pth
@@ -18,7 +19,7 @@ from mmdtn.errors import readable_errors
 
 def publish(source: str, out: Path) -> Path:
     checkpoint = checkpoints.load(source)
-    # Tensors are cloned, because saving a view would save its whole storage.
+    # Tensors are cloned, because saving a view would include its whole storage.
     weights = {key: value.clone() for key, value in checkpoints.read(source).items()}
     if 'cfg' not in checkpoint.get('meta', {}):
         print(f'{source} has no config in its meta data. Users of the file have to know how the model was built.')

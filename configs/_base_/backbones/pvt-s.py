@@ -1,4 +1,4 @@
-# PVT-Small with LayerNorm, and with DTN by a warm start. Both start from the published ImageNet weights.
+# PVT-Small with LayerNorm, or with DTN through a warm start. Both variants start from the published ImageNet weights.
 _file = 'https://github.com/whai362/PVT/releases/download/v2/pvt_small.pth'
 ln = dict(
     type='PVTDTN',

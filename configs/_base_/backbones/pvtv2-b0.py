@@ -1,4 +1,4 @@
-# PVTv2-B0 with LayerNorm, and with DTN by a warm start. Both start from the published ImageNet weights.
+# PVTv2-B0 with LayerNorm, or with DTN through a warm start. Both variants start from the published ImageNet weights.
 _file = 'https://github.com/whai362/PVT/releases/download/v2/pvt_v2_b0.pth'
 ln = dict(
     type='PVTDTN',

@@ -1,4 +1,4 @@
-# Swin-S with LayerNorm, and with DTN by a warm start. Both start from the published ImageNet weights.
+# Swin-S with LayerNorm, or with DTN through a warm start. Both variants start from the published ImageNet weights.
 _file = 'https://github.com/SwinTransformer/storage/releases/download/v1.0.0/swin_small_patch4_window7_224.pth'
 ln = dict(
     type='SwinDTN',

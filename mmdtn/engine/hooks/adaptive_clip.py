@@ -16,9 +16,9 @@ class AdaptiveClipHook(Hook):
     The gradient norm of each output unit is clipped to ``clip_factor`` times the norm of its weights. Weight norms
     below 1e-3 count as 1e-3.
 
-    MMEngine calls no hook between the backward pass and the optimizer step, so a step hook of torch's optimizer clips.
-    At this point, every optimizer wrapper has accumulated and unscaled the gradients. Optimizers with ``fused=True``
-    are an exception, because they unscale gradients themselves after the hook.
+    MMEngine calls no hook between the backward pass and the optimizer step, so the clipping happens in a step hook of
+    torch's optimizer. At this point, every optimizer wrapper has accumulated and unscaled the gradients. Optimizers
+    with ``fused=True`` are an exception, because they unscale gradients themselves after the hook.
     """
 
     def __init__(self, clip_factor: float = 0.01) -> None:

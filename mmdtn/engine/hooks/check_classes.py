@@ -1,4 +1,4 @@
-"""Hook that checks that heads, training data and evaluation data have the same classes."""
+"""Hook that requires heads, training data and evaluation data to have the same classes."""
 
 import re
 from collections.abc import Iterator
@@ -16,12 +16,12 @@ HEAD = re.compile(r'(.*\.)?(head|bbox_head|mask_head)(\.\d+)?')
 
 @HOOKS.register_module()
 class CheckClassesHook(Hook):
-    """Hook that stops a run whose labels would have a wrong meaning.
+    """Hook that stops a run if its labels would stand for the wrong classes.
 
-    Some detectors treat a label that is not among a head's classes as background, and others crash. If the class
-    folders of the training and validation data differ, the same label means different classes.
+    If a head has no class for a label, some detectors treat the label as background, and others crash. If the class
+    folders of the training and validation data differ, the same label stands for different classes.
 
-    MMDetection's ``NumClassCheckHook`` has to be added to each config, rejects heads with too many classes, and does
+    MMDetection's ``NumClassCheckHook`` must be added to each config. It rejects heads with too many classes and does
     not compare the datasets.
     """
 
@@ -42,7 +42,7 @@ class CheckClassesHook(Hook):
 def classes_of(loader: Any) -> tuple[str, ...]:
     """Returns the class names in the metainfo of a dataset, or an empty tuple.
 
-    For panoptic datasets, only the classes with boxes are returned.
+    For panoptic datasets, returns only the classes that have boxes.
     """
     metainfo = getattr(loader.dataset, 'metainfo', None) or {}
     return tuple(metainfo.get('thing_classes') or metainfo.get('classes') or ())
@@ -57,9 +57,9 @@ def check_heads(runner: Runner, classes: tuple[str, ...], which: str) -> None:
 
 
 def heads(model: nn.Module) -> Iterator[tuple[str, int]]:
-    """Yields the name and the number of classes of each head that predicts classes.
+    """Yields the name and number of classes of each head that predicts classes.
 
-    RPNs and class-agnostic mask heads are left out.
+    RPNs and class-agnostic mask heads are skipped.
     """
     for name, module in model.named_modules():
         number = getattr(module, 'num_classes', None)

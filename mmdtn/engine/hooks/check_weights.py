@@ -19,11 +19,11 @@ OF_DTN = ('mean_mix', 'var_mix', 'position')
 
 @HOOKS.register_module()
 class CheckWeightsHook(Hook):
-    """Hook that rejects a checkpoint that does not fit the model.
+    """Hook that rejects checkpoints that do not fit the model.
 
-    A checkpoint does not fit if it lacks parameters, if shapes differ, or if it has DTN parameters that the model
-    lacks. If the checkpoint contains a config, its backbone must also have the same eps, heads and class token.
-    MMEngine only logs a warning in these cases, and the metrics then look like those of a bad model.
+    A checkpoint does not fit if it lacks parameters, has different shapes, or has DTN parameters that the model lacks.
+    If the checkpoint contains a config, its backbone must also have the model's eps, heads and class token. In these
+    cases, MMEngine only logs a warning, and the metrics look like those of a bad model.
     """
 
     priority = 'VERY_HIGH'
@@ -46,7 +46,7 @@ class CheckWeightsHook(Hook):
     def misfits(self, model: nn.Module, state: dict) -> list[str]:
         """Loads the state dict, and returns a description of each mismatch.
 
-        Loading the state dict lets modules translate the names of older checkpoints.
+        During loading, modules translate the names of older checkpoints.
         """
         try:
             missing, unexpected = model.load_state_dict(state, strict=False)
@@ -61,7 +61,7 @@ class CheckWeightsHook(Hook):
 
 
 def another_origin(model: nn.Module, checkpoint: dict) -> list[str]:
-    """Returns what the backbone computes differently from the backbone of the config in the checkpoint."""
+    """Returns the differences between the backbone and the backbone config in the checkpoint."""
     backbone = getattr(model, 'backbone', model)
     try:
         settings = backbone_settings(checkpoint)
@@ -74,9 +74,9 @@ def another_origin(model: nn.Module, checkpoint: dict) -> list[str]:
 
 @HOOKS.register_module()
 class StartFromWeightsHook(CheckWeightsHook):
-    """Hook that starts a new training with the weights of a checkpoint, which may lack some of them.
+    """Hook that starts a new training run from a checkpoint, which may lack some weights.
 
-    Norms that count training steps start at 0.
+    Norms that count training steps start again at 0.
     """
 
     hint = (

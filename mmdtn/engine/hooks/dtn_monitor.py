@@ -15,12 +15,12 @@ from mmdtn.norms import DTN, DTN2d
 
 @HOOKS.register_module()
 class DTNMonitorHook(Hook):
-    """Hook that logs the lambdas and the effective neighbourhood of each head of each DTN layer.
+    """Hook that logs the lambdas and the effective neighbourhood of each head in each DTN layer.
 
     The visualizer receives the scalars ``dtn/LAYER/lambda_mean/HEAD``, ``dtn/LAYER/lambda_var/HEAD`` and
-    ``dtn/LAYER/distance/HEAD``. The distance is the mean distance, in tokens, between a token and the tokens that P
-    mixes into its statistics, on the grid of the last batch. The hook does not slow down the iterations between two
-    logs.
+    ``dtn/LAYER/distance/HEAD``. The last scalar is the mean distance, in tokens, between a token and the tokens that P
+    mixes into its statistics. The distance is measured on the grid of the last batch. The hook does not slow down the
+    iterations between two logs.
 
     Args:
         interval: Number of iterations between two logs.
@@ -54,7 +54,7 @@ class DTNMonitorHook(Hook):
             return
         for handle in self.handles:
             handle.remove()
-        from mmdtn.analysis.neighbourhood import lambdas, mean_distance  # only runs with this hook need it
+        from mmdtn.analysis.neighbourhood import lambdas, mean_distance  # needed only in runs with this hook
 
         scalars: dict[str, float] = {}
         for name, (height, width) in self.grids.items():

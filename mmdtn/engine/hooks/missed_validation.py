@@ -1,4 +1,4 @@
-"""Hook that runs the validation that a killed run did not finish."""
+"""Hook that runs the validation that a killed run left unfinished."""
 
 from bisect import bisect
 from pathlib import Path
@@ -13,16 +13,17 @@ NOTE = 'last_validation'  # file in the work directory with the iteration of the
 
 @HOOKS.register_module()
 class MissedValidationHook(Hook):
-    """Hook that validates at the start of a resumed run if the validation of its checkpoint was not finished.
+    """Hook that starts a resumed run with a validation if its checkpoint was not completely validated.
 
-    MMEngine saves a checkpoint before the validation, but resumes after the validation. The log would therefore lack a
-    point, ``save_best`` would lack a candidate, and a run killed in its last validation would have no result.
+    MMEngine saves checkpoints before validating, but a resumed run continues after the validation. Without this hook,
+    the log would lack a point, ``save_best`` would lack a candidate, and a run killed in its last validation would have
+    no result.
 
-    The validation runs in ``before_train``, because mmengine's loops then start the next epoch or end without calling
-    another hook.
+    The validation runs in ``before_train``, because mmengine's loops call no other hook before they start the next
+    epoch or end.
     """
 
-    priority = 'LOWEST'  # after the other hooks are set up
+    priority = 'LOWEST'  # runs after the other hooks are set up
 
     def before_train(self, runner: Runner) -> None:
         if not runner.iter or runner.val_loop is None or not _is_due(runner):
@@ -39,7 +40,7 @@ class MissedValidationHook(Hook):
 
 
 def _is_due(runner: Runner) -> bool:
-    """Whether mmengine's training loop validates at the current iteration."""
+    """Returns whether mmengine's training loop validates at the current iteration."""
     loop = runner.train_loop
     done, last = runner.iter, runner.max_iters
     if isinstance(loop, EpochBasedTrainLoop):

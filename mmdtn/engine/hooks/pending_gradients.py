@@ -11,7 +11,7 @@ from torch import Tensor
 class PendingGradientsHook(Hook):
     """Hook that saves the gradients accumulated for the next optimizer step, and restores them in a resumed run.
 
-    With several processes nothing is saved, because a checkpoint can only hold the gradients of one process.
+    With several processes, the hook saves nothing, because a checkpoint holds the gradients of only one process.
     """
 
     loaded: dict[str, Tensor] = {}  # noqa: RUF012  # never modified

@@ -14,14 +14,14 @@ from tqdm import tqdm
 class ProgressHook(Hook):
     """Hook that shows progress, remaining time, loss and learning rate in tqdm bars at the bottom of a terminal.
 
-    Files and pipes receive only the log lines of mmengine. The ``LoggerHook`` of mmengine only writes a line at
-    intervals, and its ``ProgressBar`` does not show the loss.
+    Files and pipes receive only mmengine's log lines. MMEngine's ``LoggerHook`` writes lines only at intervals, and its
+    ``ProgressBar`` shows no loss.
     """
 
-    priority = 'LOWEST'  # after the other hooks have set the values to show
+    priority = 'LOWEST'  # runs after other hooks have set the values to show
 
     def before_run(self, runner: Runner) -> None:
-        self.bars: list[tqdm] = []  # all open bars; only the last one is on the screen
+        self.bars: list[tqdm] = []  # all open bars, of which only the last is on the screen
         for handler in runner.logger.handlers:
             if getattr(handler, 'stream', None) is sys.stdout:
                 handler.addFilter(self._make_room)

@@ -18,13 +18,13 @@ IN_A_ROW = 100  # number of consecutive unusable images that stops the run
 
 @HOOKS.register_module()
 class SkipBrokenImagesHook(Hook):
-    """Hook that replaces missing and broken training images by others, and lists them at the end of the run.
+    """Hook that replaces missing and broken training images, and lists them at the end of the run.
 
     The hook puts a check in front of the pipeline of every dataset, including wrapped datasets. In contrast,
-    ``LoadImageFromFile(ignore_empty=True)`` skips files without a message, and accepts truncated JPEG files.
+    ``LoadImageFromFile(ignore_empty=True)`` skips files silently and accepts truncated JPEG files.
 
     Args:
-        strict: Whether to stop at the first broken image instead.
+        strict: Whether to stop at the first broken image.
     """
 
     priority = 'LOWEST'  # after mmdet's PipelineSwitchHook, whose new pipeline has no check
@@ -42,9 +42,9 @@ class SkipBrokenImagesHook(Hook):
 
 
 class WithoutBrokenImages(Compose):
-    """Pipeline that returns None for an image that cannot be decoded, so that the dataset draws another one.
+    """Pipeline that returns None for an image that cannot be decoded, so that the dataset draws another image.
 
-    All other errors of the pipeline are raised.
+    All other errors in the pipeline are still raised.
     """
 
     def __init__(self, pipeline: Compose, log_dir: str, strict: bool) -> None:

@@ -1,4 +1,4 @@
-"""Hook that stops a run whose loss is NaN or infinite, and finds the layer where that began."""
+"""Hook that stops a run whose loss is NaN or infinite, and finds the first affected layer."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -17,20 +17,20 @@ from mmdtn.errors import UserError
 
 
 class NonFiniteError(UserError):
-    """Raised if the loss, or a weight about to be saved, is NaN or infinite."""
+    """Raised if the loss or a weight to be saved is NaN or infinite."""
 
 
 @HOOKS.register_module()
 class StopOnNonFiniteHook(Hook):
-    """Hook that stops a run before a NaN or infinite loss changes the weights, and before such weights are saved.
+    """Hook that stops a run before a NaN or infinite loss changes the weights, and before damaged weights are saved.
 
     The error names the iteration, the images and the layer. To find the layer, the hook repeats the forward pass with
-    the same random numbers and checks the output of every layer. In contrast, ``CheckInvalidLossHook`` of mmdet checks
-    the loss after the optimizer step, when the weights are lost, and does not name the layer.
+    the same random numbers and checks the output of every layer. In contrast, mmdet's ``CheckInvalidLossHook`` checks
+    the loss after the optimizer step, when the weights are already lost, and does not name the layer.
 
     The hook never leaves the GPU idle. Right after the forward pass, the hook queues a flag that tells whether the loss
-    is finite. The hook reads the flag before the optimizer step, when the backward pass is queued and keeps the GPU
-    busy. MMEngine waits for the whole step at the end of each iteration anyway, to read the losses for its log.
+    is finite. The hook reads the flag before the optimizer step, while the queued backward pass keeps the GPU busy.
+    MMEngine waits for the whole step anyway, because it reads the losses for its log at the end of each iteration.
 
     MMEngine calls no hook between the backward pass and the optimizer step, so a step hook of torch's optimizer reads
     the flag.
@@ -59,7 +59,7 @@ class StopOnNonFiniteHook(Hook):
             self.flag = _Flag(_unwrapped(model).parse_losses(losses)[0])
 
     def after_train_iter(self, *args: Any, **kwargs: Any) -> None:
-        self._check()  # no optimizer step may have run, as during gradient accumulation
+        self._check()  # gradient accumulation may have skipped the optimizer step
 
     def _check(self, *args: Any) -> None:
         flag, self.flag = self.flag, None
@@ -78,7 +78,7 @@ class StopOnNonFiniteHook(Hook):
         )
 
     def before_save_checkpoint(self, runner: Runner, checkpoint: dict) -> None:
-        """Checks the weights, because the gradients of a finite loss can be NaN or infinite."""
+        """Checks the weights, because even a finite loss can have NaN or infinite gradients."""
         ruined = [name for name, value in checkpoint['state_dict'].items() if not _all_finite(value)]
         if ruined:
             raise NonFiniteError(
@@ -90,9 +90,9 @@ class StopOnNonFiniteHook(Hook):
 class _Flag:
     """Flag that tells whether a loss is finite in all processes.
 
-    All processes stop together. A NaN in one process spreads to the gradients of all processes. A process that repeats
-    a step alone would wait for the others wherever the model averages over processes. On GPUs the flag is reduced on a
-    separate stream, so that no process delays the backward pass of another.
+    All processes stop together. A NaN in one process spreads to the gradients of all processes. If only one process
+    repeated a step, it would wait for the others wherever the model averages over processes. On GPUs, the flag is
+    reduced on a separate stream, so that no process delays another's backward pass.
     """
 
     def __init__(self, loss: Tensor) -> None:
@@ -133,7 +133,7 @@ def first_nonfinite_layer(runner: Runner, batch: Any) -> str:
             arrived = '' if _all_finite(inputs) else ', whose input was not finite either'
             found.append(f'{name} ({type(module).__name__}){arrived}')
 
-    # Inner modules finish first, so the innermost module with a non-finite output is found.
+    # Inner modules finish first, so the search finds the innermost module with a non-finite output.
     handles = [
         module.register_forward_hook(lambda m, i, o, name=name: look(name, m, i, o))
         for name, module in model.named_modules()
@@ -161,7 +161,7 @@ def _all_finite(values: Any) -> bool:
 
 
 def _image_names(batch: Any) -> Iterator[str]:
-    """Yields the names of the images in a batch, from their data samples."""
+    """Yields the image names from the data samples of a batch."""
     for leaf in _leaves(batch):
         if hasattr(leaf, 'metainfo'):
             names = leaf.metainfo

@@ -54,7 +54,7 @@ class WholeCheckpointHook(CheckpointHook):
 
     @contextmanager
     def _naming_the_last(self) -> Iterator[None]:
-        """If the disk is full, adds to the error which checkpoint the run can resume from."""
+        """If the disk is full, names the checkpoint to resume from in the error message."""
         try:
             yield
         except NoRoomError as error:
@@ -65,7 +65,7 @@ class WholeCheckpointHook(CheckpointHook):
 
     def _delete_old(self) -> None:
         best = [getattr(self, 'best_ckpt_path', None), *getattr(self, 'best_ckpt_path_dict', {}).values()]
-        # A new file may have the name of an old one.
+        # A new file may have the same name as an old one.
         self.file_backend.delete_all_but(self.last_ckpt, *best)
 
 
@@ -93,10 +93,10 @@ class _DeletesLater:
 
 
 def newest_whole_checkpoint(work_dir: str | Path, *folders: str | Path) -> Path | None:
-    """Returns the newest checkpoint in a work directory, or in other folders, that a run can resume from.
+    """Returns the newest checkpoint that a run can resume from, in its work directory or other folders.
 
-    MMEngine resumes from the checkpoint named in the file ``last_checkpoint``. This file, or the checkpoint, may be
-    incomplete. The named checkpoint is tried first, because modification times mean nothing in a copied folder.
+    MMEngine resumes from the checkpoint named in the file ``last_checkpoint``. The file or the checkpoint may be
+    incomplete. The named checkpoint is tried first, because copying a folder can change modification times.
     """
     files = [path for folder in (work_dir, *folders) for path in Path(folder).glob('*.pth')]
     files.sort(key=lambda path: path.stat().st_mtime_ns, reverse=True)
@@ -107,9 +107,9 @@ def newest_whole_checkpoint(work_dir: str | Path, *folders: str | Path) -> Path 
 
 
 def can_resume_from(path: Path) -> bool:
-    """Whether a file is a complete checkpoint that includes the state of the optimizer."""
+    """Returns whether a file is a complete checkpoint that includes the optimizer state."""
     try:
-        # The directory of a zip archive is at its end, and each entry has a checksum.
+        # A zip archive has its directory at the end, and a checksum for each entry.
         with zipfile.ZipFile(path) as archive:
             if archive.testzip() is not None:
                 return False
