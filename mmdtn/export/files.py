@@ -1,4 +1,4 @@
-"""Writes exported programs with their metadata to files, and runs them."""
+"""Writes exported programs with their metadata to files and runs these files."""
 
 import json
 from collections.abc import Callable, Sequence
