@@ -98,7 +98,7 @@ class Capture(AbstractContextManager):
 
     def _note_norm(self, tokens: BlockTokens, name: str, module: nn.Module, inputs: Any, output: Tensor) -> None:
         x, *where = inputs
-        if where:  # a DTN layer in a model with a class token: its tokens are B x T x C
+        if where:  # tokens of a DTN layer are B x T x C in a model with a class token
             x, output = x[:, None], output[:, None]
         tokens.before[name], tokens.after[name] = x.detach(), output.detach()
         if name == 'norm1':  # blocks of LeViT that shrink the map have a smaller grid at norm2

@@ -87,7 +87,7 @@ FORMULAS: dict[Any, Callable[..., int]] = {
     aten.native_group_norm: _per_element(5),
     aten.addcmul: _per_element(1),  # UN and FeatureNorm are affine maps in evaluation mode
     aten._adaptive_avg_pool2d: lambda shape, *_, **__: 2 * prod(shape),
-    # torch's counter decomposes batch norms and F.interpolate into these two operators and cheaper ones.
+    # torch's counter decomposes batch norms and F.interpolate into the following two operators and cheaper ones.
     aten._native_batch_norm_legit_no_training: _per_element(2),
     aten._unsafe_index: _per_element(1),
     aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, v, *_, **__: sdpa_flop_count(q, k, v),

@@ -1,4 +1,4 @@
-"""Computes lambda and P of DTN layers. They show how local the statistics of each head are."""
+"""Computes lambda and P of DTN layers, to show how local the statistics of each head are."""
 
 import copy
 from typing import Any

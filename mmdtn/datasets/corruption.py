@@ -17,7 +17,7 @@ GROUPS = dict(
     blur=('defocus_blur', 'glass_blur', 'motion_blur', 'zoom_blur'),
     weather=('snow', 'frost', 'fog', 'brightness'),
     digital=('contrast', 'elastic_transform', 'pixelate', 'jpeg_compression'),
-    extra=('speckle_noise', 'gaussian_blur', 'spatter', 'saturate'),  # for tuning; not part of the benchmark's mean
+    extra=('speckle_noise', 'gaussian_blur', 'spatter', 'saturate'),  # for tuning; excluded from the benchmark's mean
 )
 CORRUPTIONS = tuple(name for names in GROUPS.values() for name in names)
 BENCHMARK = tuple(name for name in CORRUPTIONS if name not in GROUPS['extra'])

@@ -210,8 +210,8 @@ def write_coco(
     ``root/annotations/instances_{train,val}.json``.
 
     Args:
-        root: Directory to create. A data set with the same arguments is kept and a different generated one is replaced.
-            Any other existing content is an error.
+        root: Directory to create. An existing data set with the same arguments is kept, and one with different
+            arguments is replaced. Any other existing content is an error.
         train: Number of training images.
         val: Number of validation images.
         seed: Random seed. Each image depends only on the seed, its split, its number and ``sides``.
@@ -252,7 +252,7 @@ def _write(root: str | Path, write_split: Callable[..., None], record: dict[str,
         for split in SPLITS:
             write_split(new, split, record)
         (new / RECORD).write_text(json.dumps(record))
-        if _is_whole(root, record):  # another process has written it in the meantime
+        if _is_whole(root, record):  # another process has written the data set in the meantime
             return root
         if root.exists():
             shutil.move(root, Path(temporary, 'old'))

@@ -1,4 +1,4 @@
-"""Cross-entropy as a metric of classifiers, which MMPretrain does not provide."""
+"""Provides cross-entropy as a metric for classifiers, because MMPretrain does not."""
 
 from collections.abc import Sequence
 from typing import Any

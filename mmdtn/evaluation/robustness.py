@@ -1,7 +1,7 @@
 """Metrics of robustness: errors on ImageNet-C, APs on COCO-C, and accuracy on the classes of ImageNet-R.
 
-Errors are between 0 and 1. Two different metrics are called mCE in the literature. The authors of ImageNet-C divide the
-errors by those of AlexNet, as :func:`mean_corruption_error` does. Table 6 of the DTN paper reports the mean of the
+Errors are between 0 and 1. The literature uses the name mCE for two different metrics. The authors of ImageNet-C divide
+the errors by those of AlexNet, as :func:`mean_corruption_error` does. Table 6 of the DTN paper reports the mean of the
 plain errors, which :func:`mean_error` computes.
 """
 

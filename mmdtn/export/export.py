@@ -23,10 +23,10 @@ from .verify import Agreement, compare, finding_boxes
 
 Size = tuple[int, int]  # height, width
 MULTIPLE = 32  # dynamic heights and widths are multiples of this number, so that the maps of a pyramid fit
-MOST = 128  # largest dynamic height and width, in multiples: 4096 pixels
+MOST = 128  # largest dynamic height and width, in multiples; this equals 4096 pixels
 COLOURS = 3
-# Image sizes for models with dynamic sizes: the first for tracing, and both for verification. If the last map of a
-# pyramid were only one cell high or wide, the exporter would fix its size.
+# Image sizes for models with dynamic sizes. The first size is for tracing, and both sizes are for verification. If the
+# last map of a pyramid were only one cell high or wide, the exporter would fix its size.
 SIZES = {
     'classification': ((128, 160), (224, 192)),
     'detection': ((256, 320), (416, 288)),

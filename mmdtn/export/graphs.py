@@ -1,4 +1,4 @@
-"""Modules to export. They map RGB images with values from 0 to 255 to scores, boxes or raw outputs."""
+"""Modules for export. They compute scores, boxes or raw outputs from RGB images with values from 0 to 255."""
 
 from collections.abc import Iterator
 from typing import Any

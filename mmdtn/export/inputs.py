@@ -67,4 +67,4 @@ def classes_of(cfg: Config) -> tuple[str, ...]:
     dataset = dataset_of(cfg)
     metainfo = dataset.get('metainfo') or getattr(class_of(dataset, DATASETS), 'METAINFO', {})
     classes = metainfo.get('classes') or ()
-    return () if isinstance(classes, str) else tuple(classes)  # a string is the path of a file
+    return () if isinstance(classes, str) else tuple(classes)  # a string would be the path of a file

@@ -205,7 +205,7 @@ def draw(image: Image.Image, found: dict[str, list], threshold: float) -> Image.
             picture.paste(colour, mask=Image.fromarray(mask_of(found['masks'][i]).astype(np.uint8) * 110))
         pen.rectangle(box, outline=colour, width=2)
         names.append((box, f'{found["names"][i]} {found["scores"][i]:.2f}', colour))
-    for box, text, colour in names:  # drawn last, so that no box or mask covers a name
+    for box, text, colour in names:  # names are drawn last, so that no box or mask covers them
         write_above(pen, picture.size, box, text, colour)
     return picture
 

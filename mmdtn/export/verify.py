@@ -16,8 +16,8 @@ from .graphs import Graph, flattened
 from .predict import pasted
 
 TOLERANCE = 1e-3  # largest allowed difference of scores and logits, and largest allowed share of differing mask pixels
-# Largest allowed difference of a box, in pixels. float32 has a resolution of 1e-4 at coordinates over 1000, and boxes
-# are exponentials of the network's outputs.
+# Largest allowed difference between two boxes, in pixels. float32 has a resolution of 1e-4 at coordinates over 1000,
+# and boxes are exponentials of the network's outputs.
 PIXELS = 1e-2
 OBJECTS = 8
 REPEATS = 3

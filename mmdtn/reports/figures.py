@@ -1,6 +1,6 @@
 """Draws arrays as figures.
 
-Colours come from viridis, whose order survives printing in grey. Lines also differ in dash and marker.
+Colours come from viridis, whose order stays visible in greyscale prints. Lines also differ in dashes and markers.
 """
 
 import itertools
@@ -285,7 +285,7 @@ def looks(images: list[tuple[Array, list[tuple[str, Any, list[tuple[str, Array]]
 
 
 def draw_sample(ax: Axes, sample: Any, classes: Sequence[str], truth: bool, score: float = 0.3) -> str:
-    """Draws boxes and masks of a data sample on an image and returns the title of the image."""
+    """Draws the boxes and masks of a data sample on an image and returns a title for the image."""
 
     def name(label: Any) -> str:
         return classes[int(label)] if int(label) < len(classes) else str(int(label))
@@ -327,7 +327,7 @@ def draw_sample(ax: Axes, sample: Any, classes: Sequence[str], truth: bool, scor
 
 
 def norm_cost(models: dict[str, dict[str, dict[str, tuple[int, int]]]]) -> Figure:
-    """Draws parameters and FLOPs of each norm as bars, compared with a LayerNorm in its place."""
+    """Draws the parameters and FLOPs of each norm as bars, next to those of a LayerNorm in its place."""
     figure, axes = panels(len(models), 2, 4)
     for row, (label, norms) in zip(axes, models.items(), strict=True):
         kinds = list(dict.fromkeys(itertools.chain.from_iterable(norms.values())))

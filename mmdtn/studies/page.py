@@ -188,8 +188,8 @@ def _curves(found: Records, metric: str) -> dict[tuple[str, int], Curve]:
 def _in_points(curve: Curve, metric: str) -> Curve:
     """Converts a curve to percentage points.
 
-    APs of COCO are between 0 and 1, like P and mPC, which are computed from APs. All other metrics are already in
-    percent.
+    COCO's APs are between 0 and 1, and so are P and mPC, because they are computed from APs. All other metrics are
+    already in percent.
     """
     share = metric.startswith('coco/') or metric.endswith(('mAP_P', 'mAP_mPC'))
     return {step: value * (100 if share else 1) for step, value in curve.items()}

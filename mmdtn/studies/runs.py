@@ -21,7 +21,7 @@ from .records import Record, kept_curves, machine, record_path
 from .study import TOOLS, Evaluation, Options, Study
 
 NICE = 10  # niceness of the runs, which makes them yield to other processes
-STARTED, FINISHED = 'started', 'finished'  # marker files in a work directory; started has the run's fingerprint
+STARTED, FINISHED = 'started', 'finished'  # marker files in a work directory; STARTED has the run's fingerprint
 
 
 @dataclass(frozen=True)

@@ -62,7 +62,7 @@ def seeds_needed(std: float, difference: float, power: float = 0.8, limit: int =
     for n in range(2, limit + 1):
         shift = abs(difference) / std * math.sqrt(n)
         critical = stats.t.ppf(0.975, n - 1)
-        wrong_sign = np.nan_to_num(stats.nct.cdf(-critical, n - 1, shift))  # SciPy returns NaN if it is nearly 0
+        wrong_sign = np.nan_to_num(stats.nct.cdf(-critical, n - 1, shift))  # SciPy returns NaN for values near 0
         if stats.nct.sf(critical, n - 1, shift) + wrong_sign >= power:
             return n
     return None

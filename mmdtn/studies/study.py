@@ -13,7 +13,7 @@ from mmengine.config import Config
 
 from mmdtn.errors import UserError, nearest
 
-Options = Mapping[str, Any]  # changes of a config, in the form of --cfg-options
+Options = Mapping[str, Any]  # changes to a config, in the form of --cfg-options
 # Tools that an evaluation can run. Each entry has the tool's option for the output folder and a pattern for the metrics
 # file in this folder.
 TOOLS = {
@@ -24,7 +24,7 @@ TOOLS = {
 
 @dataclass(frozen=True)
 class Study:
-    """A set of runs of one config, which differ in a few options and in the seed.
+    """A set of runs that train one config with different seeds and a few different options.
 
     Args:
         name: Name of the study, which is the stem of its file.
@@ -33,7 +33,7 @@ class Study:
         config: Path of the config that all runs train.
         variants: Options that each variant changes in the config, by the variant's name.
         baseline: Name of the variant that all others are compared with, or a dict with one baseline for each variant.
-        metrics: Names of metrics in the logs, by title. The number of seeds is computed for the first one.
+        metrics: Names of metrics in the logs, by title. The number of seeds is computed for the first metric.
         seeds: Seeds of the runs of each variant. Variants in ``few`` use only the first seed.
         few: Names of the variants that are run with one seed.
         published: Values of the first metric in the paper, by variant.
@@ -121,8 +121,8 @@ class Evaluation:
 
     Args:
         title: Heading of the evaluation's table.
-        options: Changes of the run's config.
-        metrics: Names of metrics in the tool's output, by title. The default is the metrics of the study.
+        options: Changes to the run's config.
+        metrics: Names of metrics in the tool's output, by title. By default, these are the metrics of the study.
         tool: The tool to run, one of ``TOOLS``.
         arguments: Further arguments of the tool.
     """

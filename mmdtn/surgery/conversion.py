@@ -29,7 +29,7 @@ Patterns = str | Sequence[str] | None
 
 @dataclass
 class Converted:
-    """A converted norm, the token grid for the example size, and the layout that gives the grid for any size."""
+    """A converted norm with its token grid for the example size and the layout that gives the grid for any size."""
 
     norm: str
     grid: Size
@@ -177,7 +177,7 @@ def converted_backbone(backbone: dict[str, Any], **options: Any) -> nn.Module:
     """Builds ``backbone`` and converts its norms by calling :func:`convert_norms` with ``options``.
 
     This function lets a config use a converted backbone. It returns the model without a wrapper, so checkpoints of the
-    model with LayerNorm load unchanged. The ``init_cfg`` of the inner backbone also works.
+    model with LayerNorm load unchanged. The ``init_cfg`` of the inner backbone can load such checkpoints.
 
     Example:
         backbone=dict(type='ConvertedBackbone', backbone=dict(type='mmdet.SwinTransformer', embed_dims=96))

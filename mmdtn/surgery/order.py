@@ -1,8 +1,8 @@
-"""Proves that tokens are in row-by-row order, by changing parts of an image and observing which tokens change.
+"""Proves that tokens are in row-by-row order by changing parts of an image and observing which tokens change.
 
 The model runs on two images and on mixtures of them. The rows and the columns of patches are numbered, and each mixture
-belongs to one bit of these numbers. Where this bit of a patch's number is set, the mixture takes the patch from the
-second image, and otherwise from the first. Together, the mixtures show bit by bit which patch each token comes from.
+belongs to one bit of these numbers. The mixture takes a patch from the second image if this bit of the patch's number
+is set, and from the first image otherwise. Together, the mixtures show bit by bit which patch each token comes from.
 
 Patch numbers are in Gray code, in which neighbouring numbers differ in one bit. A token that lies between two patches
 is therefore unclear in only that bit. Residual blocks return their inputs during the proof, because attention would mix
@@ -27,7 +27,7 @@ from .layouts import Layout, Size, by
 SEEDS = 3  # number of random draws of weights for norms whose inputs are computed inside their block
 CLEAR = 0.5  # a token is clear if its squared distances from the two images differ by a factor of at least 3
 SILENT = 1e-6  # a token that changes less, relative to the largest change, does not depend on the image
-MOST = 0.9  # share of clear tokens that shows that the weights mixed few tokens
+MOST = 0.9  # smallest share of clear tokens with which the weights count as mixing few tokens
 OF_LINEAR, OF_NORM = 0.2, 0.005  # gains of random linear layers and of norms
 CENTRE = 50  # ratio of the centre of a random convolution kernel to its other values
 MISPLACED = 'has tokens in another order than row by row'
