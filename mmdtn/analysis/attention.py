@@ -39,8 +39,8 @@ class AttentionDistance(NamedTuple):
 def attention_distance(seen: BlockTokens, image: int = 0) -> AttentionDistance:
     """Computes the mean attention distance of each head for one image of the batch.
 
-    The distance of a head is the mean of ``sum_j A[i, j] * dist(i, j)`` over all tokens ``i``, in tokens. A class token
-    has no position, so it is left out as a query and as a key. The remaining weights are scaled to sum to 1.
+    The distance of a head, in tokens, is the mean of ``sum_j A[i, j] * dist(i, j)`` over all tokens ``i``. A class
+    token has no position, so it is left out as a query and as a key. The remaining weights are scaled to sum to 1.
     """
     total: Any = 0.0
     uniform, queries = 0.0, 0

@@ -26,7 +26,7 @@ def lambdas(layer: DTN) -> tuple[Tensor, Tensor]:
 def mean_distance(layer: DTN, height: int, width: int) -> Tensor:
     """Computes the mean attention distance of P for each head on a grid of ``height x width`` tokens.
 
-    The distance of a head is the mean of ``sum_j P[i, j] * dist(i, j)`` over all tokens ``i``, in tokens. Horizontal
+    The distance of a head, in tokens, is the mean of ``sum_j P[i, j] * dist(i, j)`` over all tokens ``i``. Horizontal
     and vertical offsets are independent under P, so their two distributions give the exact result. The function
     therefore need not visit all pairs of tokens.
     """

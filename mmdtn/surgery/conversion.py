@@ -51,7 +51,7 @@ class ConversionReport:
     model: str
     sizes: list[Size]
     converted: dict[str, Converted] = field(default_factory=dict)  # by name
-    kept: dict[str, str] = field(default_factory=dict)  # reasons by the name of the norm
+    kept: dict[str, str] = field(default_factory=dict)  # reasons, by the name of the norm
     others: dict[str, str] = field(default_factory=dict)  # normalisation that is not LayerNorm, by name
     left_in_blocks: int = 0  # number of norms in residual blocks that could not be converted
 

@@ -1,4 +1,4 @@
-"""Fuses the affine norms of a trained model into the layers next to them.
+"""Fuses the affine norms of a trained model into adjacent layers.
 
 The command ``python tools/model_converters/fuse.py`` fuses the norms of a config and a checkpoint.
 """

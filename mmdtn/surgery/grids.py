@@ -21,7 +21,7 @@ from .layouts import Layout, Size, fitting_layouts
 from .order import Claim, Residual, Values, call_with, judge, residual, tensors
 
 BATCH = 2  # number of images; windows in the batch dimension would make it larger
-CHECKPOINTING = ('with_cp', 'grad_checkpointing', 'gradient_checkpointing')  # names in MM, timm and Hugging Face
+CHECKPOINTING = ('with_cp', 'grad_checkpointing', 'gradient_checkpointing')  # flags of MM, timm and Hugging Face
 
 Call = Callable[[Any, Tensor], Any]  # calls a model with a batch of images
 Shapes = dict[str, list[tuple[int, ...]]]  # input shape of each call, by the name of the norm
@@ -208,7 +208,7 @@ class _Watch(TorchFunctionMode):
     def __init__(self, called: _Called, norms: dict[str, nn.Module]) -> None:
         super().__init__()
         self.called, self.norms = called, norms
-        self.form: dict[str, str] = {}  # form of the input of each norm
+        self.form: dict[str, str] = {}  # form of each norm's input
         self.modules = modules = dict(called.model.named_modules())
         self.others = {
             name: type(module).__name__

@@ -1,4 +1,4 @@
-"""Tells converted norms the size of the current image, and where their tokens lie in the image."""
+"""Tells converted norms the size of the current image and the positions of their tokens in it."""
 
 import math
 import threading

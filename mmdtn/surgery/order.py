@@ -29,7 +29,7 @@ CLEAR = 0.5  # a token is clear if its squared distances from the two images dif
 SILENT = 1e-6  # a token that changes less, relative to the largest change, does not depend on the image
 MOST = 0.9  # smallest share of clear tokens with which the weights count as mixing few tokens
 OF_LINEAR, OF_NORM = 0.2, 0.005  # gains of random linear layers and of norms
-CENTRE = 50  # ratio of the centre of a random convolution kernel to its other values
+CENTRE = 50  # ratio of the central value of a random convolution kernel to its other values
 MISPLACED = 'has tokens in another order than row by row'
 UNPROVED = 'has tokens whose order cannot be proved'
 
@@ -108,7 +108,7 @@ def residual(module: nn.Module, args: tuple, kwargs: dict, norms: dict[str, tupl
                     note = partial(_note_input, taken, name)
                     stack.enter_context(norm.register_forward_pre_hook(note, with_kwargs=True))
                 leaves, structure = tree_flatten(run(*_copies((args, kwargs))))
-        except Exception:  # a module may divide by a parameter, for example
+        except Exception:  # for example, a module may divide by a parameter
             continue
         sources = [[i for i, x in enumerate(inputs) if _alike(x, y)] for y in tensors(leaves)]
         if sources and all(sources):
@@ -140,8 +140,8 @@ def _note_input(taken: dict[str, Tensor | None], name: str, norm: nn.Module, arg
 def _adds_to(norm: Any, form: str, inputs: list[Tensor], block: Residual, run: Callable[[], Any]) -> list[int]:
     """Returns the indices of the inputs to which a norm adds its output, as a norm after attention does.
 
-    A hook adds a different number to each token in the output of the norm. The function looks for these numbers in the
-    output of the block.
+    A hook adds a distinct number to each token in the norm's output. The function looks for these numbers in the
+    block's output.
     """
     flat = partial(channels_last, channels=norm.normalized_shape[0], form=form)
     numbers: list[Tensor] = []
