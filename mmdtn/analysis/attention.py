@@ -1,4 +1,4 @@
-"""Attention weights and mean attention distances of the blocks of a backbone."""
+"""Attention weights and mean attention distances of a backbone's blocks."""
 
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -19,8 +19,8 @@ QUERIES = 512  # number of queries whose attention weights are in memory at a ti
 class AttentionWeights(NamedTuple):
     """Attention weights of one image, for ``G`` groups, ``K`` heads, ``n`` queries and ``m`` keys.
 
-    Groups are the windows of window attention; other attention has one group. Positions are ``(y, x)`` in tokens.
-    Padding tokens count as keys, because the model attends to them, but not as queries.
+    Window attention has one group for each window, and all other attention has one group. Positions are ``(y, x)`` in
+    tokens. Padding tokens count as keys because the model attends to them, but they do not count as queries.
     """
 
     weights: Tensor  # G x K x n x m
@@ -39,8 +39,8 @@ class AttentionDistance(NamedTuple):
 def attention_distance(seen: BlockTokens, image: int = 0) -> AttentionDistance:
     """Computes the mean attention distance of each head for one image of the batch.
 
-    The distance is the mean over all tokens i of ``sum_j A[i, j] * dist(i, j)``, in tokens. A class token has no
-    position, so it is left out as a query and as a key, and the remaining weights are scaled to sum to 1.
+    The distance of a head, in tokens, is the mean of ``sum_j A[i, j] * dist(i, j)`` over all tokens ``i``. A class
+    token has no position, so it is left out as a query and as a key. The remaining weights are scaled to sum to 1.
     """
     total: Any = 0.0
     uniform, queries = 0.0, 0
@@ -72,7 +72,7 @@ def attention(seen: BlockTokens, image: int = 0) -> Iterator[AttentionWeights]:
 
 
 def class_token_attention(seen: BlockTokens, image: int = 0) -> Tensor:
-    """Returns the attention weights of the class token to all tokens of the grid, ``K x h x w``.
+    """Returns the ``K x h x w`` weights with which the class token attends to the tokens of the grid.
 
     The weight of the class token itself is left out, so the sum over the map of a head is less than 1.
     """
@@ -87,9 +87,9 @@ def class_token_attention(seen: BlockTokens, image: int = 0) -> Tensor:
 
 
 class _Record(TorchFunctionMode):
-    """Records queries and keys of an attention module while it runs, or the weights if it calls softmax itself.
+    """Records the queries and keys of an attention module, or its attention weights if it calls softmax itself.
 
-    Recording them avoids a second implementation of each module's projections.
+    Recording avoids a second implementation of each module's projections.
     """
 
     query: Tensor
@@ -141,7 +141,7 @@ def _of_windows(module: WindowAttention, record: _Record, grid: tuple[int, int])
     shift = module.shift if module.shift_alone or min(height, width) > side else 0
     place = places(rows * side, columns * side).view(rows * side, columns * side, 2).roll((-shift, -shift), (0, 1))
     place = place.view(rows, side, columns, side, 2).transpose(1, 2).reshape(-1, tokens, 2)
-    # The shift moves the first rows and columns to the end of the map, into windows with the last rows and columns.
+    # The shift moves the first rows and columns to the end of the map, where they share windows with the last ones.
     # Attention between tokens from different ends of the map is masked.
     wrapped = place < shift
     allowed = (wrapped[:, :, None] == wrapped[:, None]).all(-1)
@@ -151,6 +151,6 @@ def _of_windows(module: WindowAttention, record: _Record, grid: tuple[int, int])
 
 
 def places(height: int, width: int) -> Tensor:
-    """Returns the positions ``(y, x)`` of the tokens of a grid, row by row, as a ``T x 2`` tensor."""
+    """Returns the ``(y, x)`` positions of a grid's tokens, row by row, as a ``T x 2`` tensor."""
     y, x = torch.meshgrid(torch.arange(float(height)), torch.arange(float(width)), indexing='ij')
     return torch.stack((y.flatten(), x.flatten()), -1)

@@ -16,8 +16,8 @@ from mmdtn.norms import DTN
 class BlockTokens:
     """Tokens of one block in a forward pass.
 
-    The tokens are ``B x H x W x C``, or ``B x 1 x (1 + H * W) x C`` if a class token precedes them. In a converted
-    model, a block is a module that contains DTN layers, and only its tokens on the grid are recorded.
+    The tokens have the shape ``B x H x W x C``, or ``B x 1 x (1 + H * W) x C`` with a class token in front. In a
+    converted model, a block is a module that contains DTN layers, and only its tokens on the grid are recorded.
     """
 
     name: str
@@ -32,15 +32,14 @@ class BlockTokens:
         return next(iter(self.before.values())).shape[1:3] != self.grid
 
     def on_grid(self, tokens: Tensor) -> Tensor:
-        """Returns the tokens as ``B x H x W x C``, without the class token."""
+        """Returns the tokens without the class token, as a ``B x H x W x C`` tensor."""
         return tokens[:, 0, 1:].unflatten(1, self.grid) if self.has_class_token else tokens
 
 
 class Capture(AbstractContextManager):
     """Context manager that records the tokens of all blocks in a backbone of this project or in a converted model.
 
-    ``blocks`` holds the tokens of the last forward pass, in the order of the model's blocks. The model itself is not
-    changed.
+    ``blocks`` holds the tokens of the last forward pass, in the order of the model's blocks. The model stays unchanged.
 
     Example:
         >>> model = PVTDTN('tiny')
@@ -79,7 +78,7 @@ class Capture(AbstractContextManager):
             note = self._note_converted if converted else self._note_norm
             for name in self._norms[tokens.name]:
                 norm = tokens.block.get_submodule(name)
-                # Run before the hook that permutes the output of a converted norm back to channels first.
+                # Run this hook before the one that permutes the output of a converted norm back to channels first.
                 self._handles.append(norm.register_forward_hook(partial(note, tokens, name), prepend=converted))
             note_output = self._note_output_of_converted if converted else self._note_output
             self._handles.append(tokens.block.register_forward_hook(partial(note_output, tokens)))
@@ -99,12 +98,12 @@ class Capture(AbstractContextManager):
 
     def _note_norm(self, tokens: BlockTokens, name: str, module: nn.Module, inputs: Any, output: Tensor) -> None:
         x, *where = inputs
-        if where:  # a DTN layer in a model with a class token: its tokens are B x T x C
+        if where:  # tokens of a DTN layer are B x T x C in a model with a class token
             x, output = x[:, None], output[:, None]
         tokens.before[name], tokens.after[name] = x.detach(), output.detach()
         if name == 'norm1':  # blocks of LeViT that shrink the map have a smaller grid at norm2
             height, width = x.shape[1:3]
-            # One row with one token more than the grid of the last patch embedding contains a class token.
+            # A single row has a class token if it is one token longer than the grid of the last patch embedding.
             tokens.grid = self._grid if (height, width) == (1, 1 + math.prod(self._grid)) else (height, width)
 
     def _note_converted(self, tokens: BlockTokens, name: str, module: nn.Module, inputs: Any, output: Tensor) -> None:
@@ -116,7 +115,7 @@ class Capture(AbstractContextManager):
         tokens.grid = x.shape[1], x.shape[2]
 
     def _note_output_of_converted(self, tokens: BlockTokens, module: nn.Module, inputs: Any, output: Any) -> None:
-        """Records the output of a block of a converted model.
+        """Records the output of a block in a converted model.
 
         If the shape of the output does not fit the grid, the input of the block's last norm is recorded instead.
         """

@@ -1,4 +1,4 @@
-"""Counts the FLOPs of a model and the bytes that autograd saves for backward."""
+"""Counts the FLOPs of a model and the bytes that autograd saves for the backward pass."""
 
 import itertools
 from collections.abc import Callable, Sequence
@@ -15,7 +15,7 @@ from mmdtn.ops import Settings
 
 
 class SavedBytes:
-    """Counts the bytes of the tensors that autograd saves for backward.
+    """Counts the bytes of the tensors that autograd saves for the backward pass.
 
     Each storage counts once. Parameters do not count.
 
@@ -53,8 +53,8 @@ class SavedBytes:
 def norm_flops(norm: nn.Module, height: int, width: int, channels: int) -> int:
     """Counts the FLOPs of a norm on one image of ``height x width`` tokens. One FLOP is one multiply-add.
 
-    Every norm takes 5 FLOPs per element, which is mmengine's count for LayerNorm. DTN adds the matrix products of P,
-    along rows and columns, with the tokens and with their squares.
+    Every norm takes 5 FLOPs per element, which is mmengine's count for LayerNorm. DTN also multiplies the tokens and
+    their squares by P, along rows and along columns.
     """
     return _norm_flops(height, width, channels, norm.pool_size if isinstance(norm, DTN) else None)
 
@@ -79,7 +79,7 @@ def _dtn_flops(x: Sequence[int], *arguments: Any, **others: Any) -> int:
     return 2 * images * _norm_flops(height, width, channels, pool_size)
 
 
-# FLOP formulas of the operators that torch's counter does not support. Like the formulas of torch, they count a
+# FLOP formulas for operators that torch's counter does not support. Like torch's own formulas, they count a
 # multiply-add as two FLOPs.
 FORMULAS: dict[Any, Callable[..., int]] = {
     torch.ops.mmdtn.dtn: _dtn_flops,
@@ -87,7 +87,7 @@ FORMULAS: dict[Any, Callable[..., int]] = {
     aten.native_group_norm: _per_element(5),
     aten.addcmul: _per_element(1),  # UN and FeatureNorm are affine maps in evaluation mode
     aten._adaptive_avg_pool2d: lambda shape, *_, **__: 2 * prod(shape),
-    # torch's counter decomposes batch norms and F.interpolate into these two operators and cheaper ones.
+    # torch's counter decomposes batch norms and F.interpolate into the following two operators and cheaper ones.
     aten._native_batch_norm_legit_no_training: _per_element(2),
     aten._unsafe_index: _per_element(1),
     aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, v, *_, **__: sdpa_flop_count(q, k, v),
@@ -96,7 +96,7 @@ FORMULAS: dict[Any, Callable[..., int]] = {
 
 @torch.no_grad()
 def flops_by_module(model: nn.Module, image: Tensor, *more: Any) -> dict[str, int]:
-    """Counts the FLOPs of ``model(image, *more)`` by module name. The key of the whole model is ``''``.
+    """Counts the FLOPs of ``model(image, *more)`` for each module, by name. The key of the whole model is ``''``.
 
     One FLOP is one multiply-add.
     """
@@ -107,7 +107,7 @@ def flops_by_module(model: nn.Module, image: Tensor, *more: Any) -> dict[str, in
 
 
 def exit_flops(model: nn.Module, image: Tensor) -> list[int]:
-    """Returns, for each exit of a :class:`mmdtn.dvt.DVT`, the FLOPs of an image that exits there.
+    """Returns the FLOPs that an image needs up to each exit of a :class:`mmdtn.dvt.DVT`.
 
     The FLOPs of an exit include those of all earlier exits.
     """

@@ -1,4 +1,4 @@
-"""Reads learning curves from the logs of runs and averages them over runs."""
+"""Reads learning curves from the logs of runs and averages them."""
 
 import json
 import statistics
@@ -14,7 +14,7 @@ Curves = dict[str, Curve]  # by metric
 def read_run(source: Path) -> Curves:
     """Reads the curves of one run from its work directory or from one log file.
 
-    The work directory of a resumed run holds several logs. All of them are read.
+    If a run was resumed, the function reads all logs in its work directory.
     """
     files = sorted(source.glob('*/vis_data/scalars.json')) if source.is_dir() else [source]
     if not files:
@@ -31,7 +31,7 @@ def read_run(source: Path) -> Curves:
                 raise UserError(
                     f'{file}, line {number} is not valid JSON. Give a scalars.json that MMEngine wrote.'
                 ) from None
-            # The steps of training are iterations. The steps of evaluations are epochs in an epoch-based loop.
+            # Training steps are iterations. In an epoch-based loop, the steps of evaluations are epochs.
             step = entry.get('step', entry.get('iter'))
             for key, value in entry.items():
                 if step is not None and isinstance(value, int | float):
@@ -44,7 +44,7 @@ def read_run(source: Path) -> Curves:
 
 
 def mean_and_spread(curves: list[Curve]) -> dict[int, tuple[float, float]]:
-    """Computes mean and standard deviation over runs at the steps that all runs have."""
+    """Computes the mean and standard deviation over runs, at the steps that all runs have in common."""
     steps = set.intersection(*(set(curve) for curve in curves))
     values = {step: [curve[step] for curve in curves] for step in sorted(steps)}
     return {s: (statistics.fmean(v), statistics.stdev(v) if len(v) > 1 else 0.0) for s, v in values.items()}
@@ -53,7 +53,7 @@ def mean_and_spread(curves: list[Curve]) -> dict[int, tuple[float, float]]:
 def unit(metric: str, runs: list[Curves]) -> str:
     """Returns the unit of a metric's steps, ``'epoch'`` or ``'iteration'``.
 
-    The steps of a metric are epochs if none of them is larger than the number of epochs.
+    The unit is epochs if no step of the metric exceeds the number of epochs.
     """
     steps = max((max(run[metric], default=0) for run in runs), default=0)
     epochs = max((max(run['epoch'].values(), default=0) for run in runs if 'epoch' in run), default=0)

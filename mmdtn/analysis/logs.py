@@ -14,7 +14,7 @@ from mmdtn.errors import UserError
 def read_lambdas(path: str) -> dict[str, dict[str, dict[int, Any]]]:
     """Reads the lambdas that ``DTNMonitorHook`` logged.
 
-    The result maps kind (``lambda_mean`` or ``lambda_var``), layer and iteration to the lambdas of all heads.
+    The result has the lambdas of all heads by kind (``lambda_mean`` or ``lambda_var``), layer and iteration.
     """
     pattern = re.compile(r'dtn/(.+)/(lambda_mean|lambda_var)/(\d+)')
     found: dict[str, Any] = {kind: defaultdict(lambda: defaultdict(dict)) for kind in ('lambda_mean', 'lambda_var')}

@@ -45,9 +45,9 @@ class Seen:
 
 
 def choose_images(trained: TrainedModel, where: str, number: int) -> list[dict]:
-    """Chooses up to ``number`` images, evenly spaced over the data set, and returns the inputs of a data pipeline.
+    """Chooses up to ``number`` evenly spaced images of a data set and returns them as inputs for a data pipeline.
 
-    ``where`` is a folder, a COCO annotation file, or the name of a split of the config.
+    ``where`` is a folder, a COCO annotation file, or the name of one of the config's splits.
     """
     path = Path(where)
     if path.is_dir():
@@ -77,7 +77,7 @@ def choose_images(trained: TrainedModel, where: str, number: int) -> list[dict]:
 def _image_folder(annotations: Path) -> Path:
     """Finds the folder with the images of a COCO annotation file.
 
-    Searches the folder of the file, its parent folder, and the folders directly inside these two.
+    The search covers the file's folder, the parent folder, and their direct subfolders.
     """
     content = mmengine.load(annotations, file_format='json')
     if not isinstance(content, dict) or not content.get('images'):
@@ -89,7 +89,7 @@ def _image_folder(annotations: Path) -> Path:
         for folder in (parent, *sorted(f for f in parent.iterdir() if f.is_dir()))
         if (folder / image['file_name']).is_file()
     ]
-    # Splits often share file names. Prefer a folder whose name is part of the name of the annotation file, such as val
+    # Splits often share file names. Prefer a folder whose name occurs in the name of the annotation file, such as val
     # for instances_val.json.
     for folder in sorted(folders, key=lambda f: f.name not in annotations.stem):
         if mmcv.imread(folder / image['file_name']).shape[:2] == (image['height'], image['width']):

@@ -1,4 +1,4 @@
-"""Collects the values of a report from the forward passes of a model."""
+"""Collects the values of a report from forward passes of a model."""
 
 from collections import defaultdict
 from dataclasses import dataclass, field
@@ -39,7 +39,7 @@ class Observation:
         return {name: m for name, m in modules if isinstance(m, DTN) and name.startswith(ran)}
 
     def norms(self) -> dict[str, tuple[BlockTokens, nn.Module, Tensor, Tensor]]:
-        """Returns block, module, input tokens and output tokens of each norm, by name, for the first image."""
+        """Returns the block, module, input tokens and output tokens of each norm for the first image, by norm name."""
         assert self.first is not None
         return {
             f'{b.name}.{n}': (b, b.block.get_submodule(n), b.on_grid(b.before[n]), b.on_grid(b.after[n]))
@@ -48,10 +48,10 @@ class Observation:
         }
 
     def shown_norms(self) -> list[str]:
-        """Names the first, middle and last DTN layer in front of an attention layer.
+        """Names the first, the middle and the last DTN layer that precedes an attention layer.
 
-        If the model has no such layer, other norms in front of attention layers are used. If the model has no such norm
-        either, any DTN layers or norms are used.
+        If the model has no such layer, the function chooses from other norms that precede attention layers. If there
+        are none, it chooses from all DTN layers or from all norms.
         """
         of_dtn = [n for n, (_, norm, _, _) in self.norms().items() if isinstance(norm, DTN)]
         names = next(

@@ -10,12 +10,12 @@ from .neighbourhood import lambdas, position
 
 
 def magnitudes(tokens: Tensor, num_heads: int) -> Tensor:
-    """Computes the norm of each token within the channels of each head, from ``B x H x W x C`` to ``B x K x H x W``."""
+    """Computes the norm of ``B x H x W x C`` tokens over the channels of each head, as ``B x K x H x W``."""
     return tokens.unflatten(-1, (num_heads, -1)).norm(dim=-1).permute(0, 3, 1, 2)
 
 
 def variation(tokens: Tensor, mean: Tensor) -> Tensor:
-    """Computes ``abs((x - mean) / x)`` of all nonzero elements, as a flat tensor.
+    """Returns ``abs((x - mean) / x)`` of all nonzero elements as a flat tensor.
 
     The mean of the result is the variation coefficient.
     """
@@ -36,8 +36,8 @@ def seen_by(norm: nn.Module, tokens: Tensor) -> Tensor:
 def means(norm: nn.Module, tokens: Tensor) -> dict[str, Tensor]:
     """Computes the means that LayerNorm, InstanceNorm and DTN subtract from ``B x H x W x C`` tokens.
 
-    The mean of DTN is included if ``norm`` is a DTN layer. Pass tokens that ``seen_by`` returned. Each mean broadcasts
-    to the shape of the tokens.
+    The result has DTN's mean only if ``norm`` is a DTN layer. Pass tokens that ``seen_by`` returned. Each mean
+    broadcasts to the shape of the tokens.
     """
     found = dict(LN=tokens.mean(-1, keepdim=True), IN=tokens.mean((1, 2), keepdim=True))
     if isinstance(norm, DTN):
@@ -53,7 +53,7 @@ def principal_components(tokens: Tensor, number: int = 2) -> tuple[Tensor, Tenso
     """Computes the first principal components of ``N x C`` tokens.
 
     Returns the ``N x number`` coordinates of the tokens and each component's share of the variance. The sign of a
-    component is arbitrary. Its largest weight is made positive, so that two runs draw the same picture.
+    component is arbitrary, so the function makes its largest weight positive. Two runs then draw the same picture.
     """
     tokens = tokens.double() - tokens.double().mean(0)
     _, values, directions = torch.linalg.svd(tokens, full_matrices=False)

@@ -1,4 +1,4 @@
-"""Applies the 19 corruptions of ImageNet-C (arXiv 1903.12261), in five severities, while images are loaded."""
+"""Applies the 19 corruptions of ImageNet-C (arXiv 1903.12261) at five severities while images are loaded."""
 
 import zlib
 from collections.abc import Sequence
@@ -17,17 +17,20 @@ GROUPS = dict(
     blur=('defocus_blur', 'glass_blur', 'motion_blur', 'zoom_blur'),
     weather=('snow', 'frost', 'fog', 'brightness'),
     digital=('contrast', 'elastic_transform', 'pixelate', 'jpeg_compression'),
-    extra=('speckle_noise', 'gaussian_blur', 'spatter', 'saturate'),  # for tuning; not part of the benchmark's mean
+    extra=('speckle_noise', 'gaussian_blur', 'spatter', 'saturate'),  # for tuning; excluded from the benchmark's mean
 )
 CORRUPTIONS = tuple(name for names in GROUPS.values() for name in names)
 BENCHMARK = tuple(name for name in CORRUPTIONS if name not in GROUPS['extra'])
 SEVERITIES = (1, 2, 3, 4, 5)
-SEEDED_APART = ('impulse_noise', 'glass_blur')  # these use a random generator of their own, not numpy's global one
+SEEDED_APART = ('impulse_noise', 'glass_blur')  # these use their own random generator instead of numpy's global one
 SMALLEST = 32  # smallest height and width in pixels
 
 
 def chosen(names: Sequence[str]) -> tuple[str, ...]:
-    """Returns the corruptions with the given names. Names can also be groups, ``'benchmark'`` or ``'all'``."""
+    """Returns the corruptions with the given names.
+
+    A name can also be one of the groups ``'benchmark'`` and ``'all'``.
+    """
     groups = GROUPS | dict(benchmark=BENCHMARK, all=CORRUPTIONS)
     for name in names:
         if name not in groups and name not in CORRUPTIONS:
@@ -40,11 +43,12 @@ def chosen(names: Sequence[str]) -> tuple[str, ...]:
 class Corruption:
     """Transform that corrupts an image. Put it directly after ``LoadImageFromFile``.
 
-    The corruptions are those of the package imagecorruptions, which follows ImageNet-C but does not reproduce its
-    images. Results are therefore not comparable with published results on ImageNet-C.
+    The package imagecorruptions provides the corruptions. It follows ImageNet-C but does not reproduce the same images,
+    so results are not comparable with published results on ImageNet-C.
 
-    The random seed depends only on the corruption, the severity and the name of the file. An image is therefore
-    corrupted in the same way in every process and order. The state of numpy's global generator is restored.
+    The random seed depends only on the corruption, the severity and the file name. Each image is therefore corrupted in
+    the same way, whatever the process and the order. The state of numpy's global random generator is restored
+    afterwards.
 
     Args:
         name: One of ``CORRUPTIONS``.
@@ -77,7 +81,7 @@ class Corruption:
         return results
 
     def corrupt(self, rgb: NDArray[np.uint8], file: str) -> NDArray[np.uint8]:
-        """Corrupts an ``H x W x 3`` image. The name of the file determines the random seed."""
+        """Corrupts an ``H x W x 3`` image. The file name determines the random seed."""
         try:
             from imagecorruptions import corrupt  # imported here because the import takes half a second
         except ModuleNotFoundError:
@@ -99,7 +103,7 @@ class Corruption:
 
 
 def with_corruption(pipeline: Sequence[dict[str, Any]], name: str, severity: int) -> list[dict[str, Any]]:
-    """Returns the settings of a pipeline with a corruption after the step that loads the image."""
+    """Returns a pipeline's settings with a corruption inserted after the step that loads the image."""
     for i, step in enumerate(pipeline):
         if any(base.__name__ == 'LoadImageFromFile' for base in class_of(step, TRANSFORMS).__mro__):
             corruption = dict(type='mmengine.Corruption', name=name, severity=severity)

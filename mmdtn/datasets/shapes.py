@@ -1,4 +1,4 @@
-"""Generates images of shapes on textured backgrounds, with exact masks, as arrays, COCO files or class folders.
+"""Generates images of shapes on textured backgrounds as arrays, COCO files or class folders, with exact masks.
 
 The classes ``checked`` and ``striped`` differ only in texture. The classes ``cross``, ``ring`` and ``triangle`` differ
 only in outline. The same seed always gives the same images.
@@ -19,14 +19,14 @@ from PIL import Image
 
 Array = NDArray[Any]
 
-CLASSES = ('checked', 'cross', 'ring', 'striped', 'triangle')  # alphabetical, as class folders are read
+CLASSES = ('checked', 'cross', 'ring', 'striped', 'triangle')  # in alphabetical order, as class folders are read
 METAINFO = dict(classes=CLASSES, palette=[(230, 60, 60), (60, 160, 240), (250, 190, 40), (60, 190, 90), (190, 90, 220)])
-VERSION = 1  # increase this number with every change of the images that a seed gives
+VERSION = 1  # increase this number whenever a seed gives different images than before
 TRAIN, VAL = 1200, 100  # default numbers of images
 SPLITS = ('train', 'val')
-RECORD = 'shapes.json'  # file in a finished data set with the arguments that it was made with
+RECORD = 'shapes.json'  # file that records the arguments of a finished data set
 
-# An object is drawn only if at least this share of its whole area, including parts outside the image, is visible.
+# An object is drawn only if at least this share of its area is visible. The area includes parts outside the image.
 MIN_VISIBLE = 0.5
 MIN_AREA = 40  # smallest visible area of an object in pixels
 
@@ -62,7 +62,7 @@ def draw_scene(
 class _Object:
     """An object with a position and an outline.
 
-    ``distance`` is the signed distance to the outline in pixels, negative inside, on a window of the image.
+    ``distance`` is the signed distance to the outline, in pixels, for a window of the image. It is negative inside.
     """
 
     def __init__(self, rng: Generator, label: int, size: float, height: int, width: int) -> None:
@@ -86,7 +86,7 @@ class _Object:
         self.u, self.v, self.distance = u[inside], v[inside], distance[inside]
 
     def paint(self, image: Array, rng: Generator) -> None:
-        """Paints the object on ``image`` in place, with an edge that is smoothed over one pixel."""
+        """Paints the object on ``image`` in place and smooths its edge over one pixel."""
         ground = image[self.window]
         first, second = _colours(rng, ground.mean((0, 1)))
         mix = (self.texture(rng, self.u, self.v, self.radius)[..., None] + 1) / 2
@@ -95,7 +95,10 @@ class _Object:
 
 
 def _visible(objects: Sequence[_Object], height: int, width: int) -> Array:
-    """Computes masks of the visible parts of all objects, ``N x height x width``. Later objects cover earlier ones."""
+    """Computes the ``N x height x width`` masks of the visible parts of all objects.
+
+    Later objects cover earlier ones.
+    """
     masks = np.zeros((len(objects), height, width), dtype=bool)
     for i, thing in enumerate(objects):
         inside = thing.distance < 0
@@ -134,8 +137,8 @@ def _triangle(rng: Generator, u: Array, v: Array) -> Array:
     return np.max([u * math.cos(n) + v * math.sin(n) - math.cos(h) for n, h in zip(normals, halves, strict=True)], 0)
 
 
-# Textures. Each function computes the mix of two colours, from -1 to 1. ``u`` and ``v`` are in units of the radius, and
-# the radius is in pixels.
+# Textures. Each function computes the mix of two colours as a value from -1 to 1. ``u`` and ``v`` are in units of the
+# radius, and the radius is in pixels.
 
 
 def _stripes(rng: Generator, u: Array, v: Array, radius: float) -> Array:
@@ -207,8 +210,8 @@ def write_coco(
     ``root/annotations/instances_{train,val}.json``.
 
     Args:
-        root: Directory to create. A data set with the same arguments is kept and a different generated one is replaced.
-            Any other existing content is an error.
+        root: Directory to create. An existing data set with the same arguments is kept, and one with different
+            arguments is replaced. Any other existing content is an error.
         train: Number of training images.
         val: Number of validation images.
         seed: Random seed. Each image depends only on the seed, its split, its number and ``sides``.
@@ -220,7 +223,7 @@ def write_coco(
 def write_classification(
     root: str | Path, train: int = TRAIN, val: int = VAL, seed: int = 0, sides: tuple[int, int] = (56, 80)
 ) -> Path:
-    """Writes a classification data set with one object per image, to ``root/train/CLASS`` and ``root/val/CLASS``.
+    """Writes a classification data set with one object per image to ``root/train/CLASS`` and ``root/val/CLASS``.
 
     The images are divided equally among the classes. MMPretrain's ``CustomDataset`` and torchvision's ``ImageFolder``
     can read the data set. The arguments are those of :func:`write_coco`.
@@ -230,7 +233,7 @@ def write_classification(
 
 
 def _write(root: str | Path, write_split: Callable[..., None], record: dict[str, Any]) -> Path:
-    """Writes a data set to a temporary directory and then renames it, so that no partial data set is left."""
+    """Writes a data set to a temporary directory and renames it at the end, so that no partial data set remains."""
     low, high = record['sides']
     if min(record['train'], record['val']) < 1 or not 32 <= low <= high:
         raise ValueError(
@@ -249,7 +252,7 @@ def _write(root: str | Path, write_split: Callable[..., None], record: dict[str,
         for split in SPLITS:
             write_split(new, split, record)
         (new / RECORD).write_text(json.dumps(record))
-        if _is_whole(root, record):  # another process has written it in the meantime
+        if _is_whole(root, record):  # another process has written the data set in the meantime
             return root
         if root.exists():
             shutil.move(root, Path(temporary, 'old'))
@@ -271,7 +274,7 @@ def annotations_of(split: str) -> str:
 
 
 def _generator(record: dict[str, Any], split: str, index: int) -> Generator:
-    """Returns the random generator of one image. With its own generator an image does not depend on other images."""
+    """Returns the random generator of one image. With its own generator, an image does not depend on other images."""
     return np.random.default_rng((record['seed'], SPLITS.index(split), index))
 
 
@@ -327,7 +330,7 @@ def _save(picture: Array, path: Path) -> None:
 
 
 def _run_lengths(mask: Array) -> list[int]:
-    """Encodes a mask with COCO's uncompressed run-length code, by columns, starting with the number of zeros.
+    """Encodes a mask in COCO's uncompressed run-length code, which goes down the columns and starts with zeros.
 
     Unlike polygons, this code is exact and supports holes.
     """

@@ -1,6 +1,6 @@
 """Tests a model on clean and corrupted images with the metrics of its config.
 
-A cell is one corruption with one severity. The results of all cells are stored in ``cells.json``.
+A cell is one corruption at one severity. The results of all cells are stored in ``cells.json``.
 """
 
 import copy
@@ -39,7 +39,7 @@ def cell_name(corruption: str, severity: int) -> str:
 
 @dataclass
 class CellFile:
-    """The file ``cells.json`` with the finished cells of each model. The file is rewritten after each cell."""
+    """The file ``cells.json``, which stores the finished cells of each model. The file is rewritten after each cell."""
 
     path: Path
     models: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -49,7 +49,7 @@ class CellFile:
         return cls(path, json.loads(path.read_text()) if path.exists() else {})
 
     def cells_of(self, label: str, made_with: dict[str, Any]) -> Cells:
-        """Returns the cells of a model. Raises an error if existing cells were measured with other settings."""
+        """Returns the cells of a model. Raises an error if existing cells were measured with different settings."""
         model = self.models.setdefault(label, dict(made_with=made_with, cells={}))
         for key, value in made_with.items():
             if model['made_with'].get(key) != value:
@@ -69,7 +69,7 @@ def digest(checkpoint: str) -> str:
 
 
 def settings_digest(cfg: Config) -> str:
-    """Returns a hash of the settings that the results of a cell depend on."""
+    """Returns a hash of the settings that affect the results of a cell."""
     decides = cfg.model, cfg.test_dataloader.dataset, cfg.test_evaluator
     return _short(json.dumps(decides, sort_keys=True, default=repr).encode())
 
@@ -79,7 +79,7 @@ def _short(content: bytes) -> str:
 
 
 class CellTester:
-    """Tests a model, cell by cell, on its whole test set or on a limited number of images."""
+    """Tests a model cell by cell on its whole test set or on a limited number of images."""
 
     def __init__(self, cfg: Config, checkpoint: str, strict: bool = False, pictures: int | None = None) -> None:
         self.cfg = copy.deepcopy(cfg)
@@ -91,7 +91,7 @@ class CellTester:
                 'of its own in test_dataloader.'
             )
         self.pipeline, self.pictures = self.cfg.test_dataloader.dataset.pipeline, pictures
-        with TemporaryDirectory() as folder:  # every process uses a directory of its own
+        with TemporaryDirectory() as folder:  # every process uses its own directory
             annotated = pictures is not None and _fewer_annotated_pictures(self.cfg, pictures, Path(folder))
             self.runner: Runner = build_runner(self.cfg)
             check_data(self.runner, ('test',), strict)
@@ -107,11 +107,11 @@ class CellTester:
         return self._test(self.dataset, self.pipeline)
 
     def corrupted(self, name: str, severity: int) -> dict[str, float]:
-        """Tests the model on the images of the test set, which are corrupted while they are loaded."""
+        """Tests the model on the test set, whose images are corrupted while they are loaded."""
         return self._test(self.dataset, with_corruption(self.pipeline, name, severity))
 
     def stored(self, folder: Path) -> dict[str, float]:
-        """Tests the model on stored images of one cell, in class folders.
+        """Tests the model on the stored images of one cell, which are in class folders.
 
         If the images already have the size that the test pipeline produces, they are neither resized nor cropped.
         """
@@ -176,14 +176,14 @@ class CellTester:
 
 
 def _size(pipeline: Sequence[dict], dataset: Any) -> tuple[int, ...]:
-    """Returns height and width of the first image after the pipeline."""
+    """Returns the height and width of the first image that the pipeline produces."""
     return tuple(Compose(list(pipeline))(dataset.get_data_info(0))['inputs'].shape[-2:])
 
 
 def stored_cells(root: Path, names: Sequence[str], severities: Sequence[int]) -> Iterator[tuple[str, int, Path]]:
-    """Yields corruption, severity and folder of the stored cells of ImageNet-C.
+    """Yields the corruption, severity and folder of each stored cell of ImageNet-C.
 
-    The folders are ``CORRUPTION/SEVERITY`` under ``root``, or under the folders of groups that the archives contain.
+    The folders ``CORRUPTION/SEVERITY`` are in ``root`` or in the group folders that the archives contain.
     """
     group_of = {name: group for group, members in GROUPS.items() for name in members}
     for name in names:
@@ -198,14 +198,16 @@ def stored_cells(root: Path, names: Sequence[str], severities: Sequence[int]) ->
 
 
 def _evenly(total: int, wanted: int) -> list[int]:
-    """Returns evenly spaced indices, because the images of a data set of class folders are sorted by class."""
+    """Returns evenly spaced indices, because images in class folders are sorted by class."""
     return np.linspace(0, total - 1, min(wanted, total)).round().astype(int).tolist()
 
 
 def _fewer_annotated_pictures(cfg: Config, pictures: int, folder: Path) -> bool:
-    """Replaces the annotation file of a COCO test set by one with fewer images. Returns False for other test sets.
+    """Replaces the annotation file of a COCO test set with one that has fewer images.
 
-    COCO's metric counts the objects of all annotated images, so images that are not tested must not be annotated.
+    Returns False for other test sets.
+
+    COCO's metric counts the objects of all annotated images, so only tested images may have annotations.
     """
     evaluators = cfg.test_evaluator if isinstance(cfg.test_evaluator, list) else [cfg.test_evaluator]
     annotated = [e for e in evaluators if 'ann_file' in e and 'CocoMetric' in str(class_of(e, METRICS))]

@@ -1,4 +1,4 @@
-"""Cross-entropy as a metric of classifiers, which MMPretrain does not provide."""
+"""Provides cross-entropy as a metric for classifiers, because MMPretrain does not."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -27,7 +27,7 @@ class CrossEntropy(BaseMetric):
             labels = sample['gt_label'].to(scores.device)
             if labels.numel() != 1:
                 raise ValueError(f'CrossEntropy needs images with one label, but one has {labels.tolist()}.')
-            # The logarithm of a score of 0 is infinite, so use the smallest normal number of float32 instead.
+            # The logarithm of 0 is infinite, so replace such a score with the smallest normal number of float32.
             logs = scores.clamp(min=torch.finfo(torch.float32).tiny).log()
             self.results.append(F.nll_loss(logs[None], labels.view(1)).item())
 

@@ -1,8 +1,8 @@
 """Metrics of robustness: errors on ImageNet-C, APs on COCO-C, and accuracy on the classes of ImageNet-R.
 
-Errors are between 0 and 1. Two different metrics are called mCE in the literature. The authors of ImageNet-C define it
-relative to the errors of AlexNet, as :func:`mean_corruption_error` does. Table 6 of the DTN paper reports the mean of
-the plain errors, which :func:`mean_error` computes.
+Errors are between 0 and 1. The literature uses the name mCE for two different metrics. The authors of ImageNet-C divide
+the errors by those of AlexNet, as :func:`mean_corruption_error` does. Table 6 of the DTN paper reports the mean of the
+plain errors, which :func:`mean_error` computes.
 """
 
 from collections.abc import Mapping, Sequence
@@ -47,26 +47,26 @@ def mean_error(errors: BySeverity) -> float:
 
 
 def corruption_error(name: str, errors: Sequence[float]) -> float:
-    """Computes the corruption error CE in percent: the mean error over five severities, divided by AlexNet's."""
+    """Computes the corruption error CE in percent: the mean error over five severities, divided by that of AlexNet."""
     if len(errors) != 5:
         raise ValueError(f'CE of {name} needs the errors of all five severities, but got {len(errors)} errors.')
     return 100 * float(np.mean(errors)) / ALEXNET[name]
 
 
 def mean_corruption_error(errors: BySeverity) -> float:
-    """Computes mCE in percent, the mean of the corruption errors."""
+    """Computes mCE, the mean of the corruption errors, in percent."""
     return float(np.mean([corruption_error(name, values) for name, values in errors.items()]))
 
 
 def is_whole_benchmark(values: BySeverity) -> bool:
-    """Tells whether the values cover the whole benchmark: its 15 corruptions in five severities each."""
+    """Tells whether the values cover the whole benchmark: its 15 corruptions at five severities each."""
     return set(values) == set(BENCHMARK) and all(len(v) == 5 for v in values.values())
 
 
 def performance(clean: float, corrupted: BySeverity) -> dict[str, float]:
     """Computes the metrics of COCO-C from a metric for which higher is better.
 
-    P is the performance on clean images, mPC the mean performance under corruption, and rPC is ``100 * mPC / P``.
+    P is the performance on clean images, mPC is the mean performance under corruption, and rPC is ``100 * mPC / P``.
     """
     mean = float(np.mean([np.mean(values) for values in corrupted.values()]))
     return dict(P=clean, mPC=mean, rPC=100 * mean / clean if clean else float('nan'))
@@ -82,12 +82,12 @@ def imagenet_folders() -> list[str]:
 class SubsetAccuracy(BaseMetric):
     """Top-1 accuracy on a subset of a classifier's classes.
 
-    ImageNet-R, for example, has 200 of the 1000 classes of ImageNet. ``top1_of_N`` predicts the best of the N classes
-    in the subset, and ``top1_of_all`` the best of all classes.
+    ImageNet-R, for example, has 200 of the 1000 classes of ImageNet. For ``top1_of_N``, the prediction is the best of
+    the N classes in the subset. For ``top1_of_all``, it is the best of all classes.
 
     Args:
         classes: Names of the classes in the subset, for data whose labels are indices of the classifier's outputs.
-            Images of other classes are ignored. With None, the subset is the class folders of the data set, and labels
+            Images of other classes are ignored. With None, the class folders of the data set are the subset, and labels
             are indices of these folders.
         outputs: Names of the classifier's outputs, in order. None means the 1000 classes of ImageNet.
 

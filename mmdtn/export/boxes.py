@@ -1,4 +1,4 @@
-"""Decodes the outputs of MMDetection's anchor heads to boxes, with operations that support dynamic image sizes."""
+"""Decodes the outputs of MMDetection's anchor heads into boxes, with operations that support dynamic image sizes."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -29,13 +29,13 @@ class Suppression:
         self.drops_empty = cfg.get('min_bbox_size', -1) == 0
 
     def __call__(self, boxes: Tensor, scores: Tensor, groups: Tensor, good: Tensor) -> Tensor:
-        """Returns the indices of the boxes that are kept, sorted by score.
+        """Returns the indices of the kept boxes, sorted by score.
 
-        Only ``good`` boxes are considered. A box is suppressed by boxes of its own group only.
+        Only ``good`` boxes are considered. A box is suppressed only by boxes of its own group.
         """
         if self.drops_empty:  # clipping at the border of the image can make boxes empty
             good = good & (boxes[:, 2:] > boxes[:, :2]).all(1)
-        # Shift each group to a region of its own, so that boxes of different groups never overlap.
+        # Shift each group to its own region, so that boxes of different groups never overlap.
         moved = boxes + groups[:, None] * (boxes.max() + 1) * self.apart
         places = good.nonzero()[:, 0]
         kept = nms(moved.index_select(0, places), scores.index_select(0, places), self.iou)
@@ -43,12 +43,12 @@ class Suppression:
 
 
 class AnchorBoxes(nn.Module):
-    """Computes boxes, scores and labels of one image from the outputs of an anchor head, with NMS.
+    """Computes the boxes, scores and labels of one image from the outputs of an anchor head and applies NMS.
 
-    MMDetection's implementation branches on the number of boxes and cannot be exported. This module always has
+    MMDetection's implementation branches on the number of boxes and cannot be exported. This module always keeps
     ``nms_pre`` candidates per level and drops candidates below the score threshold before NMS.
 
-    With ``by_level``, boxes are suppressed by boxes of the same level only, as in an RPN.
+    With ``by_level``, a box is suppressed only by boxes of its own level, as in an RPN.
     """
 
     def __init__(self, head: Any, by_level: bool = False) -> None:
@@ -60,7 +60,7 @@ class AnchorBoxes(nn.Module):
         self.suppress = Suppression(head.test_cfg)
 
     def forward(self, scores: Sequence[Tensor], deltas: Sequence[Tensor], size: Tensor) -> tuple[Tensor, ...]:
-        """Computes boxes, scores and labels. ``size`` is height and width of the image without padding."""
+        """Computes boxes, scores and labels. ``size`` is the height and width of the image without padding."""
         anchors = self.anchors.grid_priors([level.shape[-2:] for level in scores], scores[0].dtype, scores[0].device)
         levels = [self.best(*level) for level in zip(scores, deltas, anchors, strict=True)]
         found, labels, moved, start = (torch.cat(parts) for parts in zip(*levels, strict=True))
@@ -70,7 +70,7 @@ class AnchorBoxes(nn.Module):
         return boxes[kept], found[kept], labels[kept]
 
     def best(self, scores: Tensor, deltas: Tensor, anchors: Tensor) -> tuple[Tensor, ...]:
-        """Returns scores, labels, deltas and anchors of the best candidates of one level.
+        """Returns the scores, labels, deltas and anchors of the best candidates on one level.
 
         The number of candidates does not depend on the size of the level.
         """

@@ -22,11 +22,11 @@ from .inputs import classes_of, reads_bgr, steps_of
 from .verify import Agreement, compare, finding_boxes
 
 Size = tuple[int, int]  # height, width
-MULTIPLE = 32  # dynamic heights and widths are multiples of this, so that the maps of a pyramid fit each other
-MOST = 128  # largest dynamic height and width, in multiples: 4096 pixels
+MULTIPLE = 32  # dynamic heights and widths are multiples of this number, so that the maps of a pyramid fit
+MOST = 128  # largest dynamic height and width, in multiples; this equals 4096 pixels
 COLOURS = 3
-# Image sizes for models with dynamic sizes: the example for tracing and a second size for verification. If the last map
-# of a pyramid had a single cell in a direction, the exporter would fix this number of cells.
+# Image sizes for models with dynamic sizes. The first size is for tracing, and both sizes are for verification. If the
+# last map of a pyramid were only one cell high or wide, the exporter would fix its size.
 SIZES = {
     'classification': ((128, 160), (224, 192)),
     'detection': ((256, 320), (416, 288)),
@@ -40,7 +40,7 @@ def export(
 ) -> list[Agreement]:
     """Exports a model to ``out`` and copies predict.py into the same folder.
 
-    Returns a comparison of the exported model with the original, at one size if ``size`` is given and at two
+    Returns comparisons of the exported model with the original: for ``size`` if it is given, and for two sizes
     otherwise.
 
     Args:
@@ -56,7 +56,7 @@ def export(
         need_onnx()
     ours = Path(predict.__file__)
     beside = out.parent / ours.name
-    if beside.exists() and first_line(beside) != first_line(ours):  # the file of another version is overwritten
+    if beside.exists() and first_line(beside) != first_line(ours):  # the file of a different version is overwritten
         raise UserError(f'{beside} is another file and would be overwritten. Give another folder with --out.')
     out.parent.mkdir(parents=True, exist_ok=True)
     trained = load(config, checkpoint)

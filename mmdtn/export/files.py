@@ -1,4 +1,4 @@
-"""Writes exported programs with their metadata to files, and runs them."""
+"""Writes exported programs with their metadata to files and runs these files."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -48,7 +48,7 @@ def run_onnx(path: Path) -> TensorFunction:
 
 def write_pt2(program: ExportedProgram, path: Path, outputs: Sequence[str], about: dict[str, Any]) -> None:
     extra = {f'{ABOUT}.json': json.dumps(about | dict(outputs=list(outputs)))}
-    with path.open('wb') as file:  # given a path, torch would check its suffix
+    with path.open('wb') as file:  # if given a path, torch would check its suffix
         torch.export.save(program, file, extra_files=extra)
 
 

@@ -1,4 +1,4 @@
-"""Modules for the export, which map RGB images with values from 0 to 255 to scores, boxes or raw outputs."""
+"""Modules for export. They compute scores, boxes or raw outputs from RGB images with values from 0 to 255."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -41,7 +41,7 @@ class Graph(nn.Module):
         return list(self.outputs)
 
     def padding(self) -> list[float]:
-        """Returns the RGB colour that becomes the model's padding value when it is normalised."""
+        """Returns the RGB colour that normalisation turns into the model's padding value."""
         colour = (self.mean + self.model.data_preprocessor.pad_value * self.std).flatten().expand(3).tolist()
         return colour[::-1] if self.takes_bgr else colour
 
@@ -91,7 +91,7 @@ class TwoStages(Graph):
 
 
 class Raw(Graph):
-    """Raw outputs: those of a single-stage detector's head, or the logits of a classifier."""
+    """Computes the outputs of a single-stage detector's head, or the logits of a classifier."""
 
     task = 'raw'
 
@@ -103,7 +103,7 @@ class Raw(Graph):
 
 
 def flattened(found: Any, name: str) -> Iterator[tuple[str, Tensor]]:
-    """Yields the tensors of nested tuples and lists with names by their position, such as ``output_0_2``."""
+    """Yields the tensors of nested tuples and lists, named by their positions, such as ``output_0_2``."""
     if isinstance(found, Tensor):
         yield name, found
         return

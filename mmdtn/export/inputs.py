@@ -1,4 +1,4 @@
-"""Describes how a model's test pipeline prepares an image, as plain data that predict.py reads."""
+"""Describes how a model's test pipeline prepares an image, in plain data that predict.py can read."""
 
 from typing import Any
 
@@ -23,19 +23,19 @@ def dataset_of(cfg: Config) -> dict[str, Any]:
 
 
 def reads_bgr(cfg: Config) -> bool:
-    """Tells whether a model reads BGR images: image files are read as BGR, arrays such as CIFAR's are RGB."""
+    """Tells whether a model reads BGR images. Image files are read as BGR, but arrays such as CIFAR's are RGB."""
     return any(issubclass(class_of(step, TRANSFORMS), LoadImageFromFile) for step in dataset_of(cfg)['pipeline'])
 
 
 def turns_colours(preprocessor: Any, mean: Tensor, std: Tensor) -> bool:
-    """Tells whether a data preprocessor, which normalises with ``mean`` and ``std``, swaps the order of colours."""
+    """Tells whether a data preprocessor that normalises with ``mean`` and ``std`` reverses the order of colours."""
     ramp = torch.tensor([0, 100, 200], dtype=torch.uint8).view(3, 1, 1).expand(3, 64, 64)
     given = preprocessor(dict(inputs=[ramp], data_samples=None))['inputs'] * std + mean
     return bool(given[0, 0, 0, 0] > given[0, 2, 0, 0])
 
 
 def steps_of(cfg: Config) -> list[dict[str, Any]]:
-    """Describes the steps of the test pipeline between loading and packing of an image."""
+    """Describes the steps of the test pipeline between loading and packing an image."""
     return [step for settings in dataset_of(cfg)['pipeline'] if (step := _step(settings))]
 
 
@@ -67,4 +67,4 @@ def classes_of(cfg: Config) -> tuple[str, ...]:
     dataset = dataset_of(cfg)
     metainfo = dataset.get('metainfo') or getattr(class_of(dataset, DATASETS), 'METAINFO', {})
     classes = metainfo.get('classes') or ()
-    return () if isinstance(classes, str) else tuple(classes)  # a string is the path of a file
+    return () if isinstance(classes, str) else tuple(classes)  # a string would be the path of a file

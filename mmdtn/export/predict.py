@@ -127,7 +127,7 @@ def as_pillow(pixels: np.ndarray, size: WidthHeight, interpolation: str) -> np.n
 def as_opencv(pixels: np.ndarray, size: WidthHeight, interpolation: str) -> np.ndarray:
     """Resizes a uint8 image exactly as cv2.resize does with bilinear interpolation.
 
-    OpenCV uses weights of eleven bits and drops four bits of the sums between the two axes.
+    OpenCV uses weights of eleven bits and drops four bits of the sums along the first axis.
     """
     left, right, x, x1 = neighbours(size[0], pixels.shape[1])
     above, below, y, y1 = neighbours(size[1], pixels.shape[0])
@@ -138,7 +138,7 @@ def as_opencv(pixels: np.ndarray, size: WidthHeight, interpolation: str) -> np.n
 
 
 def neighbours(new: int, old: int) -> tuple[np.ndarray, ...]:
-    """Returns, for each new pixel along an axis, the two old pixels next to it and their weights."""
+    """Returns the two old pixels next to each new pixel along an axis, and their weights."""
     at = ((np.arange(new) + 0.5) * (1 / (new / old)) - 0.5).astype(np.float32)
     first = np.floor(at)
     places = (np.clip(first.astype(np.int64) + i, 0, old - 1) for i in (0, 1))
@@ -149,8 +149,8 @@ def neighbours(new: int, old: int) -> tuple[np.ndarray, ...]:
 def pasted(grid: np.ndarray, box: list[float], height: int, width: int) -> np.ndarray:
     """Pastes the mask of a box into an image of ``height x width`` pixels.
 
-    ``grid`` has the probabilities of the mask on the grid of its box. The probabilities are interpolated bilinearly.
-    Pixels with a probability of at least 1/2 belong to the mask.
+    ``grid`` has the mask's probabilities on a grid over the box. They are interpolated bilinearly. Pixels with a
+    probability of at least 1/2 belong to the mask.
     """
     left, top, right, bottom = box
     along = []
@@ -161,7 +161,7 @@ def pasted(grid: np.ndarray, box: list[float], height: int, width: int) -> np.nd
 
 
 def run_lengths(mask: np.ndarray) -> dict[str, list[int]]:
-    """Encodes a mask with COCO's uncompressed run-length code, by columns, starting with the number of zeros."""
+    """Encodes a mask in COCO's uncompressed run-length code, which goes down the columns and starts with zeros."""
     flat = mask.ravel(order='F')
     edges = np.flatnonzero(np.diff(flat)) + 1
     counts = np.diff(np.concatenate(([0], edges, [flat.size]))).tolist()
@@ -177,7 +177,7 @@ def mask_of(code: dict[str, list[int]]) -> np.ndarray:
 def upright(image: Image.Image) -> Image.Image:
     """Converts an image to RGB and applies the orientation of its EXIF data.
 
-    Images of sixteen bits keep their upper eight bits, as in OpenCV.
+    Sixteen-bit images keep only their upper eight bits, as in OpenCV.
     """
     image = ImageOps.exif_transpose(image)
     if image.mode.startswith('I'):
@@ -205,7 +205,7 @@ def draw(image: Image.Image, found: dict[str, list], threshold: float) -> Image.
             picture.paste(colour, mask=Image.fromarray(mask_of(found['masks'][i]).astype(np.uint8) * 110))
         pen.rectangle(box, outline=colour, width=2)
         names.append((box, f'{found["names"][i]} {found["scores"][i]:.2f}', colour))
-    for box, text, colour in names:  # drawn last, so that no box or mask covers a name
+    for box, text, colour in names:  # names are drawn last, so that no box or mask covers them
         write_above(pen, picture.size, box, text, colour)
     return picture
 

@@ -13,10 +13,10 @@ from .boxes import Suppression, decoded
 
 
 class RegionBoxes(nn.Module):
-    """Computes boxes, scores, labels and masks of one image from its proposals, with NMS.
+    """Computes the boxes, scores, labels and masks of one image from its proposals and applies NMS.
 
-    Proposals are padded with zeros to their largest number, and so are the boxes for the mask head. Their shapes are
-    therefore fixed.
+    The proposals, and the boxes for the mask head, are padded with zeros to their largest number, which fixes their
+    shapes.
     """
 
     def __init__(self, head: Any, proposals: int) -> None:
@@ -41,7 +41,7 @@ class RegionBoxes(nn.Module):
         return (*found, self.masks(maps, found[0], found[2])) if self.head.with_mask else found
 
     def masks(self, maps: Sequence[Tensor], boxes: Tensor, labels: Tensor) -> Tensor:
-        """Returns mask probabilities on the grid of each box, ``N x 28 x 28``."""
+        """Returns the ``N x 28 x 28`` mask probabilities on a grid over each box."""
         head, limit = self.head.mask_head, self.suppress.limit
         logits = head(regions_of(maps, filled(boxes, limit), self.head.mask_roi_extractor))
         channel = torch.zeros_like(labels) if head.class_agnostic else labels
@@ -55,10 +55,10 @@ def filled(rows: Tensor, count: int) -> Tensor:
 
 
 def regions_of(maps: Sequence[Tensor], boxes: Tensor, extractor: Any) -> Tensor:
-    """Extracts the features of each box from the level that fits its size, as ``N x C x h x w``.
+    """Extracts the ``N x C x h x w`` features of boxes, each from the level that fits the size of the box.
 
-    The features are computed on all levels and then selected. MMDetection's implementation scatters the features, which
-    cannot be exported to ONNX.
+    The features are computed on all levels and then selected. MMDetection's implementation scatters the features, an
+    operation that cannot be exported to ONNX.
     """
     rois = torch.cat((boxes.new_zeros(len(boxes), 1), boxes), 1)
     level_of = extractor.map_roi_levels(rois, extractor.num_inputs)[:, None, None, None]

@@ -15,9 +15,9 @@ from .files import TensorFunction
 from .graphs import Graph, flattened
 from .predict import pasted
 
-TOLERANCE = 1e-3  # largest difference of scores and logits, and largest share of pixels in which a mask may differ
-# Largest difference of a box in pixels. float32 has a resolution of 1e-4 at coordinates over 1000, and boxes are
-# exponentials of the network's outputs.
+TOLERANCE = 1e-3  # largest allowed difference of scores and logits, and largest allowed share of differing mask pixels
+# Largest allowed difference between two boxes, in pixels. float32 has a resolution of 1e-4 at coordinates over 1000,
+# and boxes are exponentials of the network's outputs.
 PIXELS = 1e-2
 OBJECTS = 8
 REPEATS = 3
@@ -30,14 +30,14 @@ class Agreement(NamedTuple):
     pixels: float | None  # largest difference between boxes
     original: float  # seconds per forward pass of the original model
     exported: float  # seconds per forward pass of the exported model
-    score_thr: float | None = None  # lowered score threshold, if no box reached the one of the config
+    score_thr: float | None = None  # lowered score threshold if no box reached the config's threshold
 
 
 @torch.no_grad()
 def compare(graph: Graph, run: TensorFunction, batch: int, height: int, width: int) -> Agreement:
     inputs, as_read = pictures(graph, batch, height, width)
     want, got = original(graph, as_read), [tensor for _, tensor in flattened(run(*inputs), '')]
-    of = len if graph.task == 'detection' else Tensor.size  # exported masks are grids, so only their number is equal
+    of = len if graph.task == 'detection' else Tensor.size  # exported masks are grids, so only their number is compared
     shapes = [', '.join(str(of(tensor)) for tensor in found) for found in (got, want)]
     if shapes[0] != shapes[1]:
         raise UserError(
@@ -68,7 +68,7 @@ def compare(graph: Graph, run: TensorFunction, batch: int, height: int, width: i
 def pictures(graph: Graph, batch: int, height: int, width: int) -> tuple[list[Tensor], Tensor]:
     """Returns the inputs of the exported model, and the same images in the form that the original model reads.
 
-    Images for detectors are slightly smaller than the input, so that padding is tested as well.
+    Images for detectors are slightly smaller than the input, so that the comparison covers padding.
     """
     down, right = (min(edge, graph.model.data_preprocessor.pad_size_divisor - 1) for edge in (5, 3))
     size = (height - down, width - right) if graph.task == 'detection' else (height, width)
@@ -81,7 +81,7 @@ def pictures(graph: Graph, batch: int, height: int, width: int) -> tuple[list[Te
 
 @torch.no_grad()
 def finding_boxes(graph: Graph, height: int, width: int) -> tuple[Graph, float]:
-    """Returns the detector with a score threshold that some boxes exceed, and the threshold."""
+    """Returns the detector with a lower score threshold, which some boxes exceed, and this threshold."""
     settings = getattr(graph.model, 'roi_head', graph.model.bbox_head).test_cfg
     settings.score_thr = 0.0
     scores = original(graph, pictures(graph, 1, height, width)[1])[1].sort(descending=True).values
@@ -90,7 +90,7 @@ def finding_boxes(graph: Graph, height: int, width: int) -> tuple[Graph, float]:
             'No file was written: the model finds no boxes even with a score threshold of 0, so its outputs cannot be '
             'compared. Check that the checkpoint belongs to the config.'
         )
-    # The threshold is in the widest gap between the highest scores, so that rounding cannot move a score across it.
+    # The threshold lies in the widest gap between the highest scores, so that rounding cannot move a score across it.
     first = scores[: 2 * OBJECTS]
     last = int((first[:-1] - first[1:]).argmax())
     settings.score_thr = float(first[last : last + 2].mean())
@@ -98,7 +98,7 @@ def finding_boxes(graph: Graph, height: int, width: int) -> tuple[Graph, float]:
 
 
 def boxes_apart(want: list[Tensor], got: list[Tensor]) -> tuple[float, float]:
-    """Returns the largest difference between boxes in pixels, and the largest difference of scores and masks.
+    """Returns the largest difference between boxes, in pixels, and the largest difference between scores or masks.
 
     Each box is compared with the nearest box of its class, because boxes with equal scores have no defined order.
     """
@@ -126,7 +126,7 @@ def masks_apart(masks: Tensor, grids: Tensor, boxes: Tensor) -> float:
 
 
 def original(graph: Graph, images: Tensor) -> list[Tensor]:
-    """Computes the outputs of the original model by ``test_step``, as the test loop of MMEngine does."""
+    """Computes the outputs of the original model with ``test_step``, as MMEngine's test loop does."""
     model: Any = graph.model
     if graph.task == 'raw':
         normalised = model.data_preprocessor(dict(inputs=list(images), data_samples=None))['inputs']
@@ -146,7 +146,7 @@ def original(graph: Graph, images: Tensor) -> list[Tensor]:
 
 
 def picture(seed: int, height: int, width: int) -> np.ndarray:
-    """Draws an RGB image, ``height x width x 3``, with objects for a detector to find."""
+    """Draws a ``height x width x 3`` RGB image with objects for a detector to find."""
     rng = np.random.default_rng(seed)
     sizes = rng.uniform(0.1, 0.5, OBJECTS) * min(height, width)
     return draw_scene(rng, height, width, rng.integers(len(CLASSES), size=OBJECTS), sizes)[0]

@@ -6,7 +6,7 @@ import numpy as np
 
 
 def enlarge(image: np.ndarray, sample: Any, scale: int) -> np.ndarray:
-    """Returns an image that is ``scale`` times larger. Boxes and masks of ``sample`` are scaled in place.
+    """Returns the image enlarged by the factor ``scale``. Boxes and masks of ``sample`` are scaled in place.
 
     ``sample`` is a ``DetDataSample`` of MMDetection.
     """

@@ -13,7 +13,7 @@ def budget_curves(
 ) -> Figure:
     """Plots top-1 accuracy against mean GFLOPs.
 
-    Each line is one method to choose thresholds. Each star is the accuracy if all images exit at the same exit.
+    Each line shows one method of choosing thresholds. Each star shows the accuracy when all images use the same exit.
     """
     figure, axes = panels(1, 1, 5.0)
     ax = axes[0, 0]
@@ -28,7 +28,7 @@ def budget_curves(
 
 
 def exit_shares(gflops: Sequence[float], shares: Array) -> Figure:
-    """Plots the share of images that exits at each of K exits against mean GFLOPs. ``shares`` is ``P x K``."""
+    """Plots the share of images that leave at each of K exits against mean GFLOPs. ``shares`` is ``P x K``."""
     figure, axes = panels(1, 1, 4.2)
     ax = axes[0, 0]
     order = np.argsort(gflops)
@@ -44,7 +44,7 @@ def exit_shares(gflops: Sequence[float], shares: Array) -> Figure:
 
 
 def examples(rows: dict[str, list[tuple[Array, str]]]) -> Figure:
-    """Draws one row of small titled images for each name. The row of a name without images is empty."""
+    """Draws one row of small titled images for each name. If a name has no images, its row is empty."""
     figure, axes = panels(len(rows), COLUMNS, 1.9)
     for ax in axes.flat:
         ax.axis('off')

@@ -1,6 +1,6 @@
 """Draws arrays as figures.
 
-Colours come from viridis, whose order survives printing in grey. Lines also differ in dash and marker.
+Colours come from viridis, whose order stays visible in greyscale prints. Lines also differ in dashes and markers.
 """
 
 import itertools
@@ -80,7 +80,7 @@ def learning_curves(groups: dict[str, list[Curves]], metrics: list[str]) -> Figu
 def attention_distance(models: dict[str, dict[str, tuple[Array, float]]]) -> Figure:
     """Draws the attention distance of each head and of uniform attention, by model and block.
 
-    The second row of axes shows the ratio of these distances.
+    The second row of axes shows the ratio of the two distances.
     """
     figure, axes = panels(2, len(models), 3.9, sharey='row')
     for column, (label, blocks) in zip(axes.T, models.items(), strict=True):
@@ -143,7 +143,7 @@ def magnitudes(layers: dict[str, tuple[Array, Array]], image: Array) -> Figure:
 
 
 def variation(models: dict[str, dict[str, dict[str, tuple[float, float]]]]) -> Figure:
-    """Draws mean and median of the variation, by model, norm and kind of statistics."""
+    """Draws the mean and the median of the variation by model, norm and kind of statistics."""
     figure, axes = panels(len(models), 2, 4.4)
     for row, (label, norms) in zip(axes, models.items(), strict=True):
         for ax, which, title in zip(row, (0, 1), ('mean (the variation coefficient)', 'median'), strict=True):
@@ -162,9 +162,9 @@ def variation(models: dict[str, dict[str, dict[str, tuple[float, float]]]]) -> F
 
 
 def lambda_curves(curves: dict[str, dict[str, dict[int, Array]]]) -> Figure:
-    """Draws the lambdas of each layer over the iterations of training, for mean and variance.
+    """Draws each layer's lambdas for mean and variance over the training iterations.
 
-    ``curves`` maps kind, layer and iteration to the lambdas of all heads.
+    ``curves`` has the lambdas of all heads by kind, layer and iteration.
     """
     figure, axes = panels(1, 2, 6.2, sharey=True)
     for ax, (kind, title) in zip(axes[0], (('lambda_mean', 'mean'), ('lambda_var', 'variance')), strict=True):
@@ -185,7 +185,7 @@ def lambda_curves(curves: dict[str, dict[str, dict[int, Array]]]) -> Figure:
 
 
 def lambdas(models: dict[str, dict[str, tuple[Array, Array]]]) -> Figure:
-    """Draws the lambdas of mean and variance of each head, by model and layer."""
+    """Draws each head's lambdas for mean and variance by model and layer."""
     figure, axes = panels(len(models), 1, 4)
     for (ax,), (label, layers) in zip(axes, models.items(), strict=True):
         for shift, which, marker, title in ((-0.17, 0, 'o', 'mean'), (0.17, 1, '^', 'variance')):
@@ -204,9 +204,9 @@ def lambdas(models: dict[str, dict[str, tuple[Array, Array]]]) -> Figure:
 
 
 def neighbourhood(start: Array, after: Array, query: tuple[int, int], reach: int = 10) -> Figure:
-    """Draws the weights ``K x h x w`` of one query before and after training.
+    """Draws the ``K x h x w`` weights of one query before and after training.
 
-    Only cells at most ``reach`` rows and columns away from the query are drawn.
+    Cells more than ``reach`` rows or columns away from the query are not drawn.
     """
     heads, height, width = after.shape
     y, x = query
@@ -255,7 +255,7 @@ def components(layers: dict[str, list[tuple[Array, Array]]], grid: dict[str, tup
 
 
 def class_attention(images: list[tuple[Array, Array]]) -> Figure:
-    """Draws each image next to its attention maps ``K x h x w``, for at most ``COLUMNS`` heads."""
+    """Draws each image next to its ``K x h x w`` attention maps, for at most ``COLUMNS`` heads."""
     heads = min(COLUMNS, len(images[0][1]))
     figure, axes = panels(len(images), heads + 1, WIDTH / (heads + 1) + 0.3)
     for row, (image, maps) in zip(axes, images, strict=True):
@@ -266,7 +266,7 @@ def class_attention(images: list[tuple[Array, Array]]) -> Figure:
 
 
 def looks(images: list[tuple[Array, list[tuple[str, Any, list[tuple[str, Array]]]]]], classes: Sequence[str]) -> Figure:
-    """Draws one row per image and model: annotations, predictions and token magnitudes after some blocks."""
+    """Draws one row per image and model, with annotations, predictions and token magnitudes after some blocks."""
     lines = [(image, *model) for image, models in images for model in models]
     maps = max(len(line[3]) for line in lines)
     figure, axes = panels(len(lines), maps + 2, 2.6, width_ratios=[1.7, 1.7, *[1] * maps])
@@ -285,7 +285,7 @@ def looks(images: list[tuple[Array, list[tuple[str, Any, list[tuple[str, Array]]
 
 
 def draw_sample(ax: Axes, sample: Any, classes: Sequence[str], truth: bool, score: float = 0.3) -> str:
-    """Draws boxes and masks of a data sample on an image and returns the title of the image."""
+    """Draws the boxes and masks of a data sample on an image and returns a title for the image."""
 
     def name(label: Any) -> str:
         return classes[int(label)] if int(label) < len(classes) else str(int(label))
@@ -310,7 +310,7 @@ def draw_sample(ax: Axes, sample: Any, classes: Sequence[str], truth: bool, scor
                 mask = np.asarray(masks.masks[i] if hasattr(masks, 'masks') else masks[i], dtype=float)
                 if 0 < mask.sum() < mask.size:
                     ax.contour(mask, [0.5], colors='white', linewidths=1.2)
-        ax.set(xlim=(-0.5, width - 0.5), ylim=(height - 0.5, -0.5))  # boxes and contours change the limits
+        ax.set(xlim=(-0.5, width - 0.5), ylim=(height - 0.5, -0.5))  # boxes and contours change the limits of the axes
         if len(instances) > LABELLED:
             handles = [
                 mpl.patches.Patch(color=colours[label % len(colours)], label=name(label))
@@ -327,7 +327,7 @@ def draw_sample(ax: Axes, sample: Any, classes: Sequence[str], truth: bool, scor
 
 
 def norm_cost(models: dict[str, dict[str, dict[str, tuple[int, int]]]]) -> Figure:
-    """Draws parameters and FLOPs of each norm as bars, compared with a LayerNorm in its place."""
+    """Draws the parameters and FLOPs of each norm as bars, next to those of a LayerNorm in its place."""
     figure, axes = panels(len(models), 2, 4)
     for row, (label, norms) in zip(axes, models.items(), strict=True):
         kinds = list(dict.fromkeys(itertools.chain.from_iterable(norms.values())))
@@ -346,7 +346,10 @@ def norm_cost(models: dict[str, dict[str, dict[str, tuple[int, int]]]]) -> Figur
 
 
 def robustness(models: dict[str, dict[str, list[float]]], severities: Sequence[int], metric: str) -> Figure:
-    """Draws the metric over severity for each corruption, one line per model. Severity 0 is the clean images."""
+    """Draws the metric over severity for each corruption, with one line per model.
+
+    Severity 0 stands for the clean images.
+    """
     names = list(next(iter(models.values())))
     columns = min(4, len(names))
     figure, axes = panels(-(-len(names) // columns), columns, 2.6, sharey=True)
@@ -365,7 +368,7 @@ def robustness(models: dict[str, dict[str, list[float]]], severities: Sequence[i
 
 
 def corruptions(image: Array, by_name: dict[str, dict[int, Array]]) -> Figure:
-    """Draws one image and its corrupted versions, one row per corruption and one column per severity."""
+    """Draws one image and its corrupted versions, with one row per corruption and one column per severity."""
     severities = list(next(iter(by_name.values())))
     figure, axes = panels(len(by_name), len(severities) + 1, 1.6)
     for row, (name, pictures) in zip(axes, by_name.items(), strict=True):

@@ -1,4 +1,4 @@
-"""Sections of the report on DTN. Each section is a figure, a text that explains it, and its values."""
+"""Sections of the report on DTN. Each section consists of a figure, its values, and a text that explains it."""
 
 from typing import Any
 

@@ -14,14 +14,14 @@ from .statistics import Comparison, compare, seeds_needed, std_interval
 from .study import Evaluation, Study
 
 DPI = 60  # figures are 12 inches wide, so images are 720 pixels wide
-POINT = 1.0  # the difference, in points, for which the number of seeds is computed
+POINT = 1.0  # the number of seeds is computed for this difference, in percentage points
 
 Records = dict[tuple[str, int], Record]
 Values = dict[str, dict[int, float]]  # by variant and seed
 
 
 def write_results(study: Study, results: Path, page: Path | None = None) -> str:
-    """Writes ``curves.png`` and ``runs.csv`` into the folder of a study's records and returns its section of a page.
+    """Writes ``curves.png`` and ``runs.csv`` into the folder of a study's records and returns a section for a page.
 
     If ``page`` exists and has a section for the study, the section is replaced.
     """
@@ -101,7 +101,7 @@ def _training(study: Study, found: Records, title: str, metric: str) -> tuple[li
 
 
 def _evaluated(study: Study, found: Records, evaluations: dict[str, Evaluation]) -> list[list[str]]:
-    """Returns a header and one row per variant with the mean of each metric and its difference from the baseline."""
+    """Returns a header, and a row per variant with the mean of each metric and its difference from the baseline."""
     columns = {}
     for name, evaluation in evaluations.items():
         for title, metric in (evaluation.metrics or study.metrics).items():
@@ -180,7 +180,7 @@ def after_a_third(curve: Curve) -> float:
 
 
 def _curves(found: Records, metric: str) -> dict[tuple[str, int], Curve]:
-    """Returns the curves of a metric for the runs that logged it, as metrics may be added to a study later."""
+    """Returns a metric's curves for the runs that logged it, because metrics may be added to a study later."""
     there = {key: record.curves.get(metric) for key, record in found.items()}
     return {key: _in_points(curve, metric) for key, curve in there.items() if curve}
 
@@ -188,8 +188,8 @@ def _curves(found: Records, metric: str) -> dict[tuple[str, int], Curve]:
 def _in_points(curve: Curve, metric: str) -> Curve:
     """Converts a curve to percentage points.
 
-    APs of COCO are between 0 and 1, and so are P and mPC, which are computed from APs. All other metrics are in percent
-    already.
+    COCO's APs are between 0 and 1, and so are P and mPC, because they are computed from APs. All other metrics are
+    already in percent.
     """
     share = metric.startswith('coco/') or metric.endswith(('mAP_P', 'mAP_mPC'))
     return {step: value * (100 if share else 1) for step, value in curve.items()}

@@ -25,8 +25,8 @@ class Record:
 
     Args:
         fingerprint: Hash of the config that was trained.
-        core_minutes: CPU time of the training, which hardly depends on other load of the machine. None for a run that
-            was interrupted.
+        core_minutes: CPU time of the training, which hardly depends on the load of the machine. None for an interrupted
+            run.
         curves: Values of the study's metrics, by metric and step. Loss and gradient norm are means over windows.
         measured: Fingerprint of each evaluation that was made, by the evaluation's name.
         evaluations: Values that the evaluations measured on the trained model, by name and metric.
@@ -45,7 +45,7 @@ class Record:
     evaluations: dict[str, dict[str, float]] = field(default_factory=dict)
 
     def missing(self, study: Study) -> list[str]:
-        """Names the evaluations that are missing or have changed in the study since they were made."""
+        """Names the evaluations that are missing, or that the study has redefined since they were made."""
         return [
             name
             for name, evaluation in study.evaluations.items()
@@ -55,7 +55,7 @@ class Record:
 
     def save(self, path: Path) -> None:
         content = asdict(self)
-        # Each curve and each evaluation is on a line of its own, so that diffs are readable.
+        # Each curve and each evaluation has its own line, so that diffs are readable.
         parts = {name: content.pop(name) for name in ('curves', 'evaluations')}
         lines = [f'{json.dumps(key)}: {json.dumps(value)}' for key, value in content.items()]
         for name, values in parts.items():
@@ -99,7 +99,7 @@ def kept_curves(study: Study, work_dir: Path) -> Curves:
 
 
 def _add_zeros(run: Curves) -> None:
-    """Sets the APs of evaluations without any detection to 0, because MMDetection's COCO metric does not log them."""
+    """Sets the APs to 0 in evaluations without any detection, because MMDetection's COCO metric does not log them."""
     coco = [name for name in run if name.startswith('coco/')]
     measured = {step for name in coco for step in run[name]}
     for name in coco:

@@ -1,4 +1,4 @@
-"""Runs the trainings and evaluations of studies in parallel, with the command line tools."""
+"""Runs the trainings and evaluations of studies in parallel with the command line tools."""
 
 import json
 import os
@@ -20,8 +20,8 @@ from mmdtn.errors import UserError, nearest
 from .records import Record, kept_curves, machine, record_path
 from .study import TOOLS, Evaluation, Options, Study
 
-NICE = 10  # niceness of the runs, so that they yield to other processes
-STARTED, FINISHED = 'started', 'finished'  # marker files in a work directory; started has the run's fingerprint
+NICE = 10  # niceness of the runs, which makes them yield to other processes
+STARTED, FINISHED = 'started', 'finished'  # marker files in a work directory; STARTED has the run's fingerprint
 
 
 @dataclass(frozen=True)
@@ -58,9 +58,9 @@ def jobs(study: Study, variants: Sequence[str] | None = None, seeds: Sequence[in
 
 
 def run_all(todo: Iterable[Job], results: Path, work: Path, root: Path, processes: int) -> list[str]:
-    """Runs all jobs that are not finished and returns one line for each job that failed.
+    """Runs all unfinished jobs and returns one line for each job that failed.
 
-    A second call resumes jobs that the first call did not finish. ``root`` is the folder that contains ``tools``.
+    If some jobs remain unfinished, another call resumes them. ``root`` is the folder that contains ``tools``.
     """
     failures = []
     runner = _Runner(results, work, root)
@@ -95,7 +95,7 @@ class _Runner:
             print(f'skipping finished run{version}: {job}', flush=True)
             return
         if record is None or not (work / FINISHED).exists():
-            record = self.train(job, work)  # also if the record exists, because evaluations need the model
+            record = self.train(job, work)  # even if the record exists, because evaluations need the model
             record.save(path)
         for name in record.missing(study):
             print(f'evaluating {name}: {job}', flush=True)
@@ -139,7 +139,7 @@ class _Runner:
         self.call([*command, *_as_words(options)], folder.with_name(f'{folder.name}.log'))
         newest = max(folder.glob(pattern), key=lambda file: file.stat().st_mtime_ns)
         measured = json.loads(newest.read_text())
-        measured = measured.get(Path(job.study.config).stem, measured)  # some tools write results by config name
+        measured = measured.get(Path(job.study.config).stem, measured)  # some tools name their results after the config
         wanted = evaluation.metrics_of(job.study)
         if not any(name.startswith('coco/') for name in measured):  # the model detected nothing in any image
             measured |= {name: 0.0 for name in wanted if name.startswith('coco/')}

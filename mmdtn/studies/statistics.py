@@ -15,18 +15,18 @@ class Comparison(NamedTuple):
 
     seeds: int
     mean: float
-    std: float  # standard deviation of one difference; NaN for a single seed, as are the intervals
+    std: float  # standard deviation of one difference; NaN for a single seed, like the intervals
     bootstrap: tuple[float, float]
     student: tuple[float, float]
 
 
 def compare(values: Sequence[float], baseline: Sequence[float]) -> Comparison:
-    """Compares values with those of the baseline. ``values[i]`` and ``baseline[i]`` must have the same seed.
+    """Compares values with those of the baseline.
 
-    Draw conclusions from Student's interval, which contains the true mean in 95 of 100 studies if differences are
-    normally distributed. The interval of the percentile bootstrap never exceeds the observed differences. With three
-    seeds, the bootstrap interval reaches from the smallest to the largest difference and contains the true mean in only
-    about 75 of 100 studies.
+    ``values[i]`` and ``baseline[i]`` must come from the same seed. Base conclusions on Student's interval, which
+    contains the true mean in 95 of 100 studies if differences are normally distributed. The percentile bootstrap
+    interval never extends beyond the observed differences. With three seeds, the bootstrap interval reaches from the
+    smallest to the largest difference and contains the true mean in only about 75 of 100 studies.
     """
     differences = np.asarray(values, float) - np.asarray(baseline, float)
     n = len(differences)
@@ -42,7 +42,7 @@ def compare(values: Sequence[float], baseline: Sequence[float]) -> Comparison:
 def std_interval(std: float, n: int) -> tuple[float, float]:
     """Computes the 95% confidence interval of a normal distribution's standard deviation.
 
-    ``std`` is the standard deviation that was estimated from ``n`` values.
+    ``std`` is the estimate from ``n`` values.
     """
     low, high = (float(stats.chi2.ppf(p, n - 1)) for p in (0.975, 0.025))
     return std * math.sqrt((n - 1) / low), std * math.sqrt((n - 1) / high)
@@ -62,7 +62,7 @@ def seeds_needed(std: float, difference: float, power: float = 0.8, limit: int =
     for n in range(2, limit + 1):
         shift = abs(difference) / std * math.sqrt(n)
         critical = stats.t.ppf(0.975, n - 1)
-        wrong_sign = np.nan_to_num(stats.nct.cdf(-critical, n - 1, shift))  # SciPy returns NaN if it is nearly 0
+        wrong_sign = np.nan_to_num(stats.nct.cdf(-critical, n - 1, shift))  # SciPy returns NaN for values near 0
         if stats.nct.sf(critical, n - 1, shift) + wrong_sign >= power:
             return n
     return None

@@ -1,4 +1,4 @@
-"""Reads studies, which are files in configs/studies that define the runs to compare."""
+"""Reads studies from configs/studies. A study is a file that defines the runs to compare."""
 
 import hashlib
 import json
@@ -13,9 +13,9 @@ from mmengine.config import Config
 
 from mmdtn.errors import UserError, nearest
 
-Options = Mapping[str, Any]  # changes of a config, in the form of --cfg-options
-# Tools that an evaluation can run. Each entry has the tool's option for the output folder and a pattern for the file of
-# metrics in this folder.
+Options = Mapping[str, Any]  # changes to a config, in the form of --cfg-options
+# Tools that an evaluation can run. Each entry has the tool's option for the output folder and a pattern for the metrics
+# file in this folder.
 TOOLS = {
     'tools/test.py': ('--work-dir', '*/[0-9]*_[0-9]*.json'),
     'tools/analysis_tools/test_robustness.py': ('--out', 'summary.json'),
@@ -24,7 +24,7 @@ TOOLS = {
 
 @dataclass(frozen=True)
 class Study:
-    """A set of runs of one config that differ in a few options and in the seed.
+    """A set of runs that train one config with different seeds and a few different options.
 
     Args:
         name: Name of the study, which is the stem of its file.
@@ -33,7 +33,7 @@ class Study:
         config: Path of the config that all runs train.
         variants: Options that each variant changes in the config, by the variant's name.
         baseline: Name of the variant that all others are compared with, or a dict with one baseline for each variant.
-        metrics: Names of metrics in the logs, by title. The number of seeds is computed for the first one.
+        metrics: Names of metrics in the logs, by title. The number of seeds is computed for the first metric.
         seeds: Seeds of the runs of each variant. Variants in ``few`` use only the first seed.
         few: Names of the variants that are run with one seed.
         published: Values of the first metric in the paper, by variant.
@@ -65,7 +65,7 @@ class Study:
         return None if baseline == variant else baseline
 
     def settings(self, variant: str, seed: int) -> dict[str, Any]:
-        """Returns the changes that a run makes in the config."""
+        """Returns the changes that a run makes to the config."""
         return {**self.variants[variant], 'randomness.seed': seed}
 
     def fingerprint(self, variant: str, seed: int) -> str:
@@ -117,12 +117,12 @@ class Study:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Evaluation of a trained model by a tool, in addition to the metrics that training logs.
+    """A tool's evaluation of a trained model, in addition to the metrics that are logged during training.
 
     Args:
         title: Heading of the evaluation's table.
-        options: Changes of the run's config.
-        metrics: Names of metrics in the tool's output, by title. The default is the metrics of the study.
+        options: Changes to the run's config.
+        metrics: Names of metrics in the tool's output, by title. By default, these are the metrics of the study.
         tool: The tool to run, one of ``TOOLS``.
         arguments: Further arguments of the tool.
     """
@@ -138,7 +138,7 @@ class Evaluation:
 
     @property
     def fingerprint(self) -> str:
-        """Returns a hash of all settings that the measured values depend on."""
+        """Returns a hash of all settings that affect the measured values."""
         return _digest([self.tool, self.options, self.arguments])
 
 

@@ -1,4 +1,4 @@
-"""Replaces LayerNorm by DTN, or by another normaliser, in a model that was not written for DTN."""
+"""Replaces LayerNorm with DTN, or with another normaliser, in a model that was not written for DTN."""
 
 import inspect
 import re
@@ -21,7 +21,7 @@ from .layouts import Layout, Size, by
 
 FEWEST_TOKENS = 7  # per side; on a smaller grid a neighbourhood covers most of the image
 POOL_SIZES = (1, 2, 4, 8)
-CELLS = 14  # number of pooled cells per side in every stage of the paper's models at 224 pixels
+CELLS = 14  # number of pooled cells per side in all stages of the paper's models at 224 pixels
 SUMMARY = 5  # maximum number of lines
 BY_REQUEST = EXCLUDED, NOT_INCLUDED = 'is excluded', 'is not included'
 Patterns = str | Sequence[str] | None
@@ -29,7 +29,7 @@ Patterns = str | Sequence[str] | None
 
 @dataclass
 class Converted:
-    """A converted norm, the token grid for the example size, and the layout that gives the grid for any size."""
+    """A converted norm with its token grid for the example size and the layout that gives the grid for any size."""
 
     norm: str
     grid: Size
@@ -51,7 +51,7 @@ class ConversionReport:
     model: str
     sizes: list[Size]
     converted: dict[str, Converted] = field(default_factory=dict)  # by name
-    kept: dict[str, str] = field(default_factory=dict)  # reasons by the name of the norm
+    kept: dict[str, str] = field(default_factory=dict)  # reasons, by the name of the norm
     others: dict[str, str] = field(default_factory=dict)  # normalisation that is not LayerNorm, by name
     left_in_blocks: int = 0  # number of norms in residual blocks that could not be converted
 
@@ -71,7 +71,7 @@ class ConversionReport:
         return '\n'.join(lines)
 
     def reasons(self) -> Counter[str]:
-        """Counts the norms that were not converted for each kind of reason."""
+        """Counts the norms that were not converted, by kind of reason."""
         return Counter(why.partition(':')[0] for why in self.kept.values())
 
     def details(self) -> str:
@@ -107,12 +107,11 @@ def convert_norms(
     exclude: Patterns = None,
     call: Call | None = None,
 ) -> ConversionReport:
-    """Replaces LayerNorm by DTN in the residual blocks of ``model``, in place, and reports the outcome for each norm.
+    """Replaces LayerNorm with DTN in the residual blocks of ``model``, in place, and reports the outcome for each norm.
 
-    The function runs the model on images of three sizes to find the token grid of each norm. The function then runs the
-    model on mixtures of images to prove that the tokens are in row-by-row order. A norm without this proof is not
-    converted. The conversion renames no key of the state dict. DTN adds ``mean_mix``, ``var_mix`` and ``position`` to
-    each norm.
+    The function runs the model on images of three sizes to find the token grid of each norm. It then runs the model on
+    mixtures of images to prove that the tokens are in row-by-row order. A norm without this proof is not converted. The
+    conversion keeps all keys of the state dict. DTN adds ``mean_mix``, ``var_mix`` and ``position`` to each norm.
 
     Args:
         model: Model that takes a batch of images as its first argument, unless ``call`` is given.
@@ -120,16 +119,16 @@ def convert_norms(
         norm_cfg: Config of the new norm, which is DTN or another normaliser such as ``dict(type='IN')``. The new norm
             takes ``eps`` from the old norm unless the config sets it. It takes the weight and the bias from the old
             norm where they have the same meaning.
-        warm_start: Initial value of both lambdas of every DTN. With 1, the outputs of the model do not change. With
+        warm_start: Initial value of both lambdas of every DTN. With 1, the outputs of the model stay the same. With
             None, the lambdas keep DTN's own initial value of 1/2.
         num_heads: Number of heads of DTN, or of groups of another normaliser. ``'auto'`` takes the number of heads of
             the attention in the block if it divides the number of channels, and 1 otherwise.
-        pool_size: Pool size of DTN. ``'auto'`` takes the one of 1, 2, 4 and 8 that pools the grid for the example size
-            to a number of cells per side closest to 14.
-        include: Regular expressions, which are searched in the names of norms. Norms with a match are converted, even
-            outside residual blocks and on small grids. None converts the norms in residual blocks that have at least
-            7 tokens per side.
-        exclude: Regular expressions, which are searched in the names of norms. Norms with a match are not converted.
+        pool_size: Pool size of DTN. ``'auto'`` chooses 1, 2, 4 or 8, whichever pools the grid for the example size to a
+            number of cells per side closest to 14.
+        include: Regular expressions that are searched for in the names of norms. Norms with a match are converted, even
+            outside residual blocks and on small grids. None converts the norms in residual blocks that have at least 7
+            tokens per side.
+        exclude: Regular expressions that are searched for in the names of norms. Norms with a match are not converted.
         call: Function that calls the model with a batch of images, for models that take a dict or further arguments.
             The default is ``lambda model, images: model(images)``.
 
@@ -175,10 +174,10 @@ def convert_norms(
 
 @MODELS.register_module(name='ConvertedBackbone')
 def converted_backbone(backbone: dict[str, Any], **options: Any) -> nn.Module:
-    """Builds ``backbone`` and converts its norms by :func:`convert_norms` with ``options``.
+    """Builds ``backbone`` and converts its norms by calling :func:`convert_norms` with ``options``.
 
-    This function lets a config use a converted backbone. It returns the model without a wrapper. Checkpoints
-    of the model with LayerNorm therefore load unchanged, also through the ``init_cfg`` of the inner backbone.
+    This function lets a config use a converted backbone. It returns the model without a wrapper, so checkpoints of the
+    model with LayerNorm load unchanged. The ``init_cfg`` of the inner backbone can load such checkpoints.
 
     Example:
         backbone=dict(type='ConvertedBackbone', backbone=dict(type='mmdet.SwinTransformer', embed_dims=96))

@@ -1,6 +1,6 @@
-"""Fuses the affine norms of a trained model into the layers next to them.
+"""Fuses the affine norms of a trained model into adjacent layers.
 
-``python tools/model_converters/fuse.py`` does this for a config and a checkpoint.
+The command ``python tools/model_converters/fuse.py`` fuses the norms of a config and a checkpoint.
 """
 
 import copy
@@ -29,7 +29,7 @@ def fuse(model: nn.Module) -> tuple[Any, list[FusedNorm]]:
     """Returns a fused copy of a model in evaluation mode, and the outcome for each norm of its backbone.
 
     The model is a backbone, a classifier or a detector. A norm that is affine in evaluation mode is fused into the next
-    layers if the outputs stay the same for every image size. Other norms are not changed.
+    layers if the outputs stay the same for every image size. Other norms stay unchanged.
 
     Example:
         >>> norms = dict(norm_cfg=dict(type='BN'), other_norm_cfg=dict(type='BN'))
@@ -56,7 +56,7 @@ def fuse(model: nn.Module) -> tuple[Any, list[FusedNorm]]:
 
 
 def norms_of(backbone: Backbone) -> list[tuple[str, nn.Module]]:
-    """Returns the norms of the backbone that are not inside another norm, with their names.
+    """Returns the names and modules of all norms of the backbone that are not inside another norm.
 
     The list starts with the batch norms inside timm's layers.
     """

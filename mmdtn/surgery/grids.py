@@ -20,8 +20,8 @@ from mmdtn.norms.base import TORCHS_BATCH_AND_INSTANCE_NORMS
 from .layouts import Layout, Size, fitting_layouts
 from .order import Claim, Residual, Values, call_with, judge, residual, tensors
 
-BATCH = 2  # number of images; windows in the batch dimension give a larger number
-CHECKPOINTING = ('with_cp', 'grad_checkpointing', 'gradient_checkpointing')  # names in MM, timm and Hugging Face
+BATCH = 2  # number of images; windows in the batch dimension would make it larger
+CHECKPOINTING = ('with_cp', 'grad_checkpointing', 'gradient_checkpointing')  # flags of MM, timm and Hugging Face
 
 Call = Callable[[Any, Tensor], Any]  # calls a model with a batch of images
 Shapes = dict[str, list[tuple[int, ...]]]  # input shape of each call, by the name of the norm
@@ -45,15 +45,15 @@ class Survey:
 
     norms: list[Found]
     others: dict[str, str]  # normalisation that is not a LayerNorm module
-    sizes: list[Size] = field(default_factory=list)  # image sizes that the model took, the example size first
+    sizes: list[Size] = field(default_factory=list)  # image sizes that the model accepted, with the example size first
     entrance: str = ''  # name of the first submodule that gets the images, or '' for the model itself
 
 
 def survey(model: nn.Module, example: tuple[int, ...], call: Call, wanted: Callable[[Found], bool]) -> Survey:
-    """Runs ``model`` by ``call`` on images of up to three sizes, and returns the findings. The model does not change.
+    """Runs ``model`` with ``call`` on images of up to three sizes and returns the findings. The model stays unchanged.
 
-    The function proves the order of tokens for the norms for which ``wanted`` returns True. ``example`` is the first
-    image size, as ``(height, width)`` for images with three channels or as ``(channels, height, width)``.
+    If ``wanted`` returns True for a norm, the function also tries to prove the order of its tokens. ``example`` is the
+    first image size, as ``(height, width)`` for images with three channels or as ``(channels, height, width)``.
     """
     if not isinstance(example, tuple | list) or len(example) not in (2, 3):
         raise ValueError(f'example_size={example!r}: give (height, width), or (channels, height, width).')
@@ -102,7 +102,7 @@ def survey(model: nn.Module, example: tuple[int, ...], call: Call, wanted: Calla
 def layer_norms(model: nn.Module) -> dict[str, nn.Module]:
     """Returns the modules that may be a LayerNorm, by name.
 
-    Some packages have LayerNorm classes of their own, with the attributes of torch's class. Only a run shows whether
+    Some packages have their own LayerNorm classes, which have the attributes of torch's class. Only a run shows whether
     such a module computes LayerNorm.
     """
     own = ('normalized_shape', 'weight', 'bias', 'eps')
@@ -116,8 +116,8 @@ def layer_norms(model: nn.Module) -> dict[str, nn.Module]:
 def _telling(norms: dict[str, nn.Module]) -> Values:
     """Returns random weights for the norms.
 
-    With the initial weights, a norm that follows another norm would not change its input, so a run could not show what
-    the norm computes.
+    With initial weights, a norm that follows another norm would leave its input unchanged. A run could then not show
+    what the norm computes.
     """
     generator = torch.Generator().manual_seed(0)
     parameters = ((f'{name}.{of}', p) for name, norm in norms.items() for of, p in norm.named_parameters(recurse=False))
@@ -125,7 +125,7 @@ def _telling(norms: dict[str, nn.Module]) -> Values:
 
 
 class _Called(nn.Module):
-    """Wraps a model so that it can be called with images alone, and with replaced parameters."""
+    """Wraps a model so that it takes images as its only input and can run with replaced parameters."""
 
     def __init__(self, model: nn.Module, call: Call) -> None:
         super().__init__()
@@ -140,9 +140,9 @@ class _Called(nn.Module):
 
 @contextmanager
 def _in_mode(model: nn.Module, training: bool) -> Iterator[None]:
-    """Sets the training mode of all modules, and turns gradients and activation checkpointing off.
+    """Sets the training mode of all modules and turns off gradients and activation checkpointing.
 
-    Some models use activation checkpointing in evaluation mode too, and it computes blocks twice.
+    Some models use activation checkpointing even in evaluation mode and then compute blocks twice.
     """
     before = [
         (module, name, getattr(module, name))
@@ -182,18 +182,18 @@ def _cannot_run(model: nn.Module, error: Exception, shape: tuple[int, ...]) -> s
 
 
 def _of_other_sizes(watched: '_Watch', images: Callable[[Size], Tensor], size: Size) -> dict[Size, Shapes]:
-    """Runs the model on images of two more sizes, and returns the shapes by size.
+    """Runs the model on images of two more sizes and returns the input shapes of the norms by size.
 
-    Returns an empty dict if the model takes the example size only.
+    Returns an empty dict if the model accepts only the example size.
     """
     height, width = size
     h, w = (max(64, side // 64 * 64) for side in size)
     h32, w32 = (max(64, side // 32 * 32) for side in size)
     for pair in (
-        # Sides next to multiples of 64 show whether a layer rounds up or down, for strides up to 64.
+        # For strides up to 64, sides next to multiples of 64 show whether a layer rounds up or down.
         ((h + 1, w + 63), (h + 63, w + 65)),
         ((h32 + 32, w32 + 96), (h32 + 64, w32 + 32)),
-        ((height, 2 * width), (2 * height, width)),  # the windows that fit the example grid fit these grids
+        ((height, 2 * width), (2 * height, width)),  # windows that fit the example grid also fit these
     ):
         try:
             return {another: watched.run(images(another)) for another in pair}
@@ -208,7 +208,7 @@ class _Watch(TorchFunctionMode):
     def __init__(self, called: _Called, norms: dict[str, nn.Module]) -> None:
         super().__init__()
         self.called, self.norms = called, norms
-        self.form: dict[str, str] = {}  # form of the input of each norm
+        self.form: dict[str, str] = {}  # form of each norm's input
         self.modules = modules = dict(called.model.named_modules())
         self.others = {
             name: type(module).__name__
@@ -244,7 +244,7 @@ class _Watch(TorchFunctionMode):
         return shapes
 
     def run_in_training(self, images: Tensor) -> Shapes:
-        """Runs the model in training mode, without changes to its buffers or to the state of the random numbers.
+        """Runs the model in training mode and leaves its buffers and the random number state unchanged.
 
         Returns an empty dict if the model needs more than images in training mode.
         """
@@ -258,8 +258,8 @@ class _Watch(TorchFunctionMode):
     def find_blocks(self) -> None:
         """Finds the residual blocks that contain norms.
 
-        A norm belongs to a block if the block itself calls the norm. If a module inside the block calls the norm, the
-        norm has to read the tokens of the block, or to add its output to them.
+        A norm belongs to a block if the block itself calls the norm. A norm that a module inside the block calls must
+        read the block's tokens or add its output to them.
         """
         seen: dict[str, Residual | None] = {}
         for name, callers in self.callers.items():
@@ -325,7 +325,7 @@ def _callers(name: str, modules: dict[str, nn.Module]) -> list[str]:
 def _form(norm: Any, x: Tensor, y: Tensor) -> str:
     """Returns the form of the tokens that a module normalises like LayerNorm, or '' if it computes something else.
 
-    The function compares the output with LayerNorm, because the name of a class does not tell what it computes.
+    The function compares the output with LayerNorm, because a class name does not tell what the class computes.
     """
     if not isinstance(y, Tensor) or y.shape != x.shape or len(norm.normalized_shape) != 1:
         return ''
@@ -344,7 +344,7 @@ def _form(norm: Any, x: Tensor, y: Tensor) -> str:
 
 
 def _look_at(name: str, watched: _Watch, runs: dict[Size, Shapes], of_training: Shapes) -> tuple[Found, list[Layout]]:
-    """Returns the findings about one norm, and the layouts that explain its shapes, the most likely layout first."""
+    """Returns the findings about one norm, and the layouts that explain its shapes, starting with the most likely."""
     found = Found(name, next(iter(watched.callers[name]), ''), in_block=name in watched.in_block)
     calls = [shapes.get(name, []) for shapes in runs.values()]
     if not all(calls):

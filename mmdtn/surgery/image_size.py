@@ -1,4 +1,4 @@
-"""Tells converted norms the size of the current image, and where their tokens lie in the image."""
+"""Tells converted norms the size of the current image and the positions of their tokens in it."""
 
 import math
 import threading
@@ -13,14 +13,15 @@ from .layouts import Layout, Size, by
 
 
 class ImageSize:
-    """Stores the size of the images in the current forward pass, for the converted norms of a model.
+    """Stores the image size of the current forward pass for the converted norms of a model.
 
     The model stores the size when it is called. The first submodule that gets the images also stores the size, so every
-    method that starts from images works. Each thread has its own size. Compiled code cannot find out its thread, so
+    method that starts from images works. Each thread has its own size. Compiled code cannot identify its thread, so
     each thread needs its own compiled model.
 
-    Activation checkpointing computes blocks again in the backward pass, when the model may have seen other images.
-    Therefore all sizes since the last backward pass are stored. The number of tokens selects the right size.
+    Activation checkpointing computes blocks again in the backward pass, when the model may already have seen other
+    images. Therefore, all sizes since the last backward pass are stored, and the number of tokens selects the right
+    one.
     """
 
     def __init__(self, only: Size | None) -> None:
@@ -80,8 +81,8 @@ class ImageSize:
 
 
 def _in_backward_pass() -> bool:
-    # torch.utils.checkpoint uses this private function too. No public function of torch tells whether a call comes from
-    # the user or from the backward pass, which computes checkpointed blocks again.
+    # torch.utils.checkpoint also uses this private function. No public function of torch tells whether a call comes
+    # from the user or from the backward pass, which computes checkpointed blocks again.
     return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
 
 

@@ -35,7 +35,7 @@ class Layout(NamedTuple):
 
 @cache
 def fitting_layouts(form: str, shapes: Sequence[tuple[int, ...]], sizes: tuple[Size, ...]) -> list[Layout]:
-    """Returns up to four layouts that give tokens of ``shapes`` for images of ``sizes``, the most likely layout first.
+    """Returns up to four layouts that give tokens of ``shapes`` for images of ``sizes``, starting with the most likely.
 
     Each shape belongs to the size at the same position.
     """

@@ -1,11 +1,11 @@
-"""Proves that tokens are in row-by-row order, by changing parts of an image and observing which tokens change.
+"""Proves that tokens are in row-by-row order by changing parts of an image and observing which tokens change.
 
 The model runs on two images and on mixtures of them. The rows and the columns of patches are numbered, and each mixture
-belongs to one bit of these numbers. A mixture takes the patches whose bit is set from the second image, and all others
-from the first image. Together, the mixtures show bit by bit which patch each token comes from.
+belongs to one bit of these numbers. The mixture takes a patch from the second image if this bit of the patch's number
+is set, and from the first image otherwise. Together, the mixtures show bit by bit which patch each token comes from.
 
-Patch numbers are in Gray code, in which neighbouring numbers differ in one bit. So a token that lies between two
-patches is unclear in that bit only. Residual blocks return their inputs during the proof, because attention would mix
+Patch numbers are in Gray code, in which neighbouring numbers differ in one bit. A token that lies between two patches
+is therefore unclear in only that bit. Residual blocks return their inputs during the proof, because attention would mix
 tokens.
 """
 
@@ -24,12 +24,12 @@ from mmdtn.norms.base import TORCHS_BATCH_AND_INSTANCE_NORMS
 
 from .layouts import Layout, Size, by
 
-SEEDS = 3  # number of random weights to try for norms whose inputs are computed inside their block
+SEEDS = 3  # number of random draws of weights for norms whose inputs are computed inside their block
 CLEAR = 0.5  # a token is clear if its squared distances from the two images differ by a factor of at least 3
 SILENT = 1e-6  # a token that changes less, relative to the largest change, does not depend on the image
-MOST = 0.9  # share of clear tokens that shows that the weights mixed few tokens
+MOST = 0.9  # smallest share of clear tokens with which the weights count as mixing few tokens
 OF_LINEAR, OF_NORM = 0.2, 0.005  # gains of random linear layers and of norms
-CENTRE = 50  # ratio of the centre of a random convolution kernel to its other values
+CENTRE = 50  # ratio of the central value of a random convolution kernel to its other values
 MISPLACED = 'has tokens in another order than row by row'
 UNPROVED = 'has tokens whose order cannot be proved'
 
@@ -45,7 +45,7 @@ class Residual(NamedTuple):
     shared: dict[str, int]  # for norms that read the tokens of an input or add to them, the index of the input
 
     def hand_on(self, inputs: list[Tensor]) -> Any:
-        """Returns the output that the block would have as an identity function."""
+        """Returns the output that the block would have if it were an identity function."""
         tensors_ = iter(inputs[source] for source in self.sources)
         return tree_unflatten([next(tensors_) if leaf is Tensor else leaf for leaf in self.leaves], self.structure)
 
@@ -53,8 +53,8 @@ class Residual(NamedTuple):
 class Claim(NamedTuple):
     """Layout that the tokens of a norm may have.
 
-    The tokens are observed at the input of the norm. If a block around the norm is known to get the same tokens, they
-    are observed at the input of the block instead.
+    The tokens are observed at the input of the norm. If a block around the norm is known to get the same tokens, the
+    input of the block is observed instead.
     """
 
     norm: str
@@ -70,7 +70,7 @@ class Claim(NamedTuple):
 class Verdict(NamedTuple):
     """Result for one claim. ``wrong`` is the reason why the claim is not proved, or an empty string.
 
-    ``clear`` is False if other random weights may lead to another result.
+    ``clear`` is False if different random weights may give a different result.
     """
 
     wrong: str
@@ -78,14 +78,14 @@ class Verdict(NamedTuple):
 
 
 class Bit(NamedTuple):
-    """One bit of the number of the row (``axis=0``) or the column (``axis=1``) of a pixel."""
+    """One bit of a pixel's row number (``axis=0``) or column number (``axis=1``)."""
 
     axis: int
     number: int
 
 
 class Response(NamedTuple):
-    """Squared distances between the tokens of the mixtures and the tokens of the two images."""
+    """Squared distances of the tokens of the mixtures from the tokens of each image."""
 
     from_first: Tensor  # bits x h x w
     from_second: Tensor  # bits x h x w
@@ -95,8 +95,8 @@ class Response(NamedTuple):
 def residual(module: nn.Module, args: tuple, kwargs: dict, norms: dict[str, tuple[Any, str]]) -> Residual | None:
     """Describes a module as a residual block, or returns None if the module is not one.
 
-    A residual block returns its input if its parameters have suitable values. ``norms`` has the norms inside the module
-    and the forms of their inputs.
+    A residual block returns its input if its parameters have suitable values. ``norms`` contains the norms inside the
+    module and the forms of their inputs.
     """
     inputs = given(args, kwargs)
     for values in (_handing_on(module), {name: torch.zeros_like(p) for name, p in module.named_parameters()}):
@@ -108,7 +108,7 @@ def residual(module: nn.Module, args: tuple, kwargs: dict, norms: dict[str, tupl
                     note = partial(_note_input, taken, name)
                     stack.enter_context(norm.register_forward_pre_hook(note, with_kwargs=True))
                 leaves, structure = tree_flatten(run(*_copies((args, kwargs))))
-        except Exception:  # a module may divide by a parameter, for example
+        except Exception:  # for example, a module may divide by a parameter
             continue
         sources = [[i for i, x in enumerate(inputs) if _alike(x, y)] for y in tensors(leaves)]
         if sources and all(sources):
@@ -140,8 +140,8 @@ def _note_input(taken: dict[str, Tensor | None], name: str, norm: nn.Module, arg
 def _adds_to(norm: Any, form: str, inputs: list[Tensor], block: Residual, run: Callable[[], Any]) -> list[int]:
     """Returns the indices of the inputs to which a norm adds its output, as a norm after attention does.
 
-    A hook adds a different number to each token in the output of the norm. The function looks for these numbers in the
-    output of the block.
+    A hook adds a distinct number to each token in the norm's output. The function looks for these numbers in the
+    block's output.
     """
     flat = partial(channels_last, channels=norm.normalized_shape[0], form=form)
     numbers: list[Tensor] = []
@@ -165,7 +165,10 @@ def _alike(x: Tensor, y: Tensor, tolerance: float = 1e-6) -> bool:
 
 
 def _handing_on(module: nn.Module) -> Values:
-    """Returns values that turn scales, batch norms and depthwise convolutions into identities, and zeros elsewhere."""
+    """Returns values that turn scales, batch norms and depthwise convolutions into identities.
+
+    All other values are zero.
+    """
     values = {}
     for path, part in module.named_modules():
         batch_norm = isinstance(part, TORCHS_BATCH_AND_INSTANCE_NORMS)
@@ -182,7 +185,7 @@ def _handing_on(module: nn.Module) -> Values:
 
 
 def _no_statistics(norm: Any) -> Values:
-    """Returns running statistics with which a batch norm does not change its input."""
+    """Returns running statistics with which a batch norm leaves its input unchanged."""
     if norm.running_mean is None:
         return {}
     return dict(
@@ -195,7 +198,7 @@ def given(args: tuple, kwargs: dict) -> list[Tensor]:
 
 
 def channels_last(x: Tensor, channels: int, form: str) -> Tensor:
-    """Reshapes tokens in the given form, or in another form of the same tokens, to ``B x T x C``."""
+    """Reshapes tokens to ``B x T x C`` from the given form or from another form of the same tokens."""
     if x.dim() == 4 and x.shape[1] == channels and (form == 'B x C x H x W' or x.shape[-1] != channels):
         x = x.permute(0, 2, 3, 1)
     return x.flatten(1, -2) if x.dim() > 3 else x
@@ -221,12 +224,12 @@ def judge(
     blocks: dict[str, Residual],
     image: Tensor,
 ) -> dict[Claim, str]:
-    """Returns for each claim the reason why it is not proved, or '' if every token lies where the layout says.
+    """Returns the reason why each claim is not proved, or '' if every token lies where the layout says.
 
-    ``run`` calls ``model`` with replaced parameters and buffers, on a batch of images as large as ``image``.
-    All ``blocks`` return their inputs during these calls. So each token of a block depends on its own patch only, and
-    all norms that share the tokens get the same result. If the input of a norm is computed inside a block, the block
-    computes it with weights that mix few tokens, and then returns its own input.
+    ``run`` calls ``model`` with replaced parameters and buffers, on a batch of images as large as ``image``. All
+    ``blocks`` return their inputs during these calls. Each token of a block therefore depends only on its own patch,
+    and all norms that share the tokens get the same result. If a norm's input is computed inside a block, the block
+    computes this input with weights that mix few tokens. The block then returns its own input.
     """
     size = (image.shape[1], image.shape[2])
     verdicts: dict[Claim, Verdict] = {}
@@ -262,7 +265,7 @@ def _unit(stride: int) -> int:
 def _mixtures(claims: list[Claim], image: Tensor) -> tuple[list[Bit], Tensor]:
     """Returns the bits that distinguish the patches of all claims, and a batch of images.
 
-    The batch has the two images and one mixture for each bit.
+    The batch consists of the two images and one mixture for each bit.
     """
     first, second = image.sign(), -image.sign()  # the images differ by the same amount in each pixel
     bits, mixtures = [], [first, second]
@@ -289,7 +292,7 @@ def _bit(numbers: Tensor, number: int) -> Tensor:
 def _responses(
     claims: list[Claim], model: nn.Module, run: Callable[[], Any], size: Size
 ) -> dict[Claim, list[Response]]:
-    """Runs the model, and returns one response for each call of the module at which a claim is observed."""
+    """Runs the model and returns one response for each call of the module at which a claim is observed."""
     found: dict[Claim, list[Response]] = {claim: [] for claim in claims}
 
     def note(claim: Claim, channels: int, module: nn.Module, args: tuple, kwargs: dict) -> None:
@@ -373,7 +376,7 @@ def _power(stride: int) -> int:
 def _nearsighted(model: nn.Module, seed: int) -> Values:
     """Returns random weights with which each token depends mostly on its own patch.
 
-    The order of the tokens depends on the code of the model and not on the weights, so the proof may use any weights.
+    The order of the tokens depends on the model's code but not on its weights, so the proof may use any weights.
     Convolution kernels have large centres. Norms and linear layers have small gains, because branches contain more of
     them than shortcuts do.
     """
@@ -408,7 +411,7 @@ def _nearsighted(model: nn.Module, seed: int) -> Values:
 
 @contextmanager
 def _identities(model: nn.Module, blocks: dict[str, Residual], places: set[str]) -> Iterator[None]:
-    """Makes residual blocks return their inputs. A block with one of ``places`` inside still runs its branches."""
+    """Makes residual blocks return their inputs. A block that contains one of ``places`` still runs its branches."""
 
     def hand_on(block: Residual, forward: Callable[..., Any] | None, *args: Any, **kwargs: Any) -> Any:
         if forward is not None:
