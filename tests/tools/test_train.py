@@ -123,7 +123,19 @@ def test_ctrl_c_says_how_to_go_on(tmp_path, classifier):
     command = [sys.executable, str(REPO / 'tools' / 'train.py'), str(classifier), '--work-dir', str(tmp_path / 'work')]
     options = ['--cfg-options', 'train_cfg.max_epochs=10000', 'default_hooks.checkpoint.interval=10000']
     environment = dict(os.environ, PYTHONPATH=str(REPO), PYTHONUNBUFFERED='1')
-    with Popen([*command, *options], cwd=tmp_path, env=environment, stdout=PIPE, stderr=PIPE, text=True) as training:
+
+    def accept_ctrl_c():  # shells let their background jobs ignore it
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+    with Popen(
+        [*command, *options],
+        cwd=tmp_path,
+        env=environment,
+        stdout=PIPE,
+        stderr=PIPE,
+        text=True,
+        preexec_fn=accept_ctrl_c,
+    ) as training:
         next(line for line in training.stdout if 'Epoch(train)' in line or 'Epoch(val)' in line)
         training.send_signal(signal.SIGINT)
         _, errors = training.communicate(timeout=60)
