@@ -12,7 +12,7 @@ from traceback import walk_tb
 
 # Messages from mmengine and build_norm about names that are not registered.
 UNKNOWN_NAME = re.compile(
-    r"Failed to get (\S+)$|(\S+) is not in the .+ registry\.|norm_cfg has type='(\S+)', which nothing registered"
+    r"Failed to get (\S+)$|(\S+) is not in the .+ registry\.|norm_cfg has type='(\S+)', which is not registered"
 )
 
 # Reasons why the operating system cannot write a file.

@@ -32,7 +32,7 @@ def test_the_demo_ends_with_a_summary_pictures_and_a_checkpoint(tmp_path):
     assert [p.name for p in pictures] == ['000001.png', '000002.png', '000003.png']
     for picture in pictures:
         with Image.open(picture) as both, Image.open(tmp_path / 'data/shapes/val' / f'{picture.stem}.jpg') as one:
-            assert both.size == (2 * one.width, one.height), 'truth and prediction, side by side'
+            assert both.size == (6 * one.width, 3 * one.height), 'truth and prediction, enlarged, side by side'
     for moment in ('after one epoch', 'now'):
         picture = tmp_path / said.partition(f'predictions {moment}: ')[2].split()[0]
         with Image.open(picture) as both:
