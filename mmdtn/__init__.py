@@ -15,7 +15,7 @@ try:
     # MMEngine resolves _base_ = 'package::config' only for packages in this table, which lists OpenMMLab's packages.
     MODULE2PACKAGE.setdefault('mmdtn', 'mmdtn')
 except ModuleNotFoundError as error:
-    # No error is raised here, because `python -m mmdtn.doctor`, which tells what to install, imports this file first.
+    # Do not raise an error yet: `python -m mmdtn.doctor` imports this file, and tells users what to install.
     # The two packages that provide cv2 must not be installed together, so mmengine and mmdtn depend on neither.
     name = (error.name or '').partition('.')[0]
     hint = 'pip install opencv-python-headless (or opencv-python, not both)' if name == 'cv2' else ''

@@ -169,7 +169,7 @@ def _counts(sass: str, trip_counts: dict[int, list[int]]) -> dict[str, int]:
             if jump := re.search(r'`\((\.L_\w+)\)', match[2]):
                 branches.append((jump[1], len(instructions)))
             instructions.append(match[1])
-    ends: dict[int, int] = {}  # the last backward branch of each loop, by the start of the loop
+    ends: dict[int, int] = {}  # maps the start of each loop to its last backward branch
     for target, at in branches:
         if labels.get(target, at) <= at - 20 and instructions[at].startswith('BRA'):
             ends[labels[target]] = max(at, ends.get(labels[target], 0))

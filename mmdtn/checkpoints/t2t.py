@@ -147,7 +147,8 @@ def _computed(ours: State, backbone: nn.Module) -> dict[str, str]:
 def published_t2t_heads(attention: str, state: State) -> tuple[int, ...]:
     """Returns the possible numbers of heads in published T2T-ViTs.
 
-    Heads have 64 channels, except in t2t_vit_14_resnext, which has 32 heads and the same tensors as t2t_vit_14.
+    Heads have 64 channels, except in t2t_vit_14_resnext. Its 32 heads have 12 channels each, and its tensors look like
+    those of t2t_vit_14.
     """
     heads = published_heads(attention, state)
     performer = 'patch_embed.attention1.features' in state

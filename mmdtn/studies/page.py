@@ -152,7 +152,10 @@ def _facts(study: Study, found: Records) -> str:
     time = f' took {" to ".join(took)} minutes of one core each' if took else ''
     facts = [f'{len(found)} run{"s" * (len(found) > 1)}{time} ({"; ".join(machines)}).']
     if todo:
-        facts.append(f'Runs that are not finished yet: {_runs(todo)}.')
+        few = len(todo) <= 10
+        facts.append(
+            f'Runs that are not finished yet: {_runs(todo)}.' if few else f'{len(todo)} runs are not finished yet.'
+        )
     for title, metric in study.metrics.items():
         if missing := [key for key, record in found.items() if not record.curves.get(metric)]:
             facts.append(f'Runs without {title} in their logs: {_runs(missing)}.')

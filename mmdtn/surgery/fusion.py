@@ -26,7 +26,7 @@ class FusedNorm(NamedTuple):
 
 
 def fuse(model: nn.Module) -> tuple[Any, list[FusedNorm]]:
-    """Returns a fused copy of a model in evaluation mode, and the outcome for each norm of its backbone.
+    """Fuses the norms of a model. Returns the fused copy, and for each norm whether it was fused.
 
     The model is a backbone, a classifier or a detector. A norm that is affine in evaluation mode is fused into the next
     layers if the outputs stay the same for every image size. Other norms stay unchanged.

@@ -16,8 +16,8 @@ class MissedValidationHook(Hook):
     """Hook that starts a resumed run with a validation if its checkpoint was not completely validated.
 
     MMEngine saves checkpoints before validating, but a resumed run continues after the validation. Without this hook,
-    the log would lack a point, ``save_best`` would lack a candidate, and a run killed in its last validation would have
-    no result.
+    the metrics of this checkpoint would be missing in the log, and ``save_best`` would not consider the checkpoint. A
+    run killed during its final validation would have no result.
 
     The validation runs in ``before_train``, because mmengine's loops call no other hook before they start the next
     epoch or end.
