@@ -1,6 +1,6 @@
 # make demo       trains a small Mask R-CNN on generated images on the CPU, in a few minutes
-# make test       runs lint, type checks and the tests that CI runs, in at most 15 minutes on two cores
-# make test-fast  runs the fast tests, in little more than a minute
+# make test       runs lint, type checks and the tests that CI runs, in 22 minutes on two busy cores
+# make test-fast  runs the fast tests, in 7 minutes on two busy cores
 # make test-all   runs all tests, including every config and every documented command, in more than an hour
 # Each of them first creates an environment in .venv. To use an existing one: make test PYTHON=/path/to/python
 
